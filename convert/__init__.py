@@ -1,0 +1,1 @@
+"""Conversion between model layouts; imported and installed as ``wiola_mlx.convert``."""

@@ -1,0 +1,262 @@
+"""From a folder or a Hub id to a model and its tokenizer: strict, and nothing from it is run."""
+
+import contextlib
+import math
+import os
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .checkpoint import Checkpoint, open_checkpoint, read_config, read_json, refuse_pointer
+from .errors import WiolaError
+from .models import wiola
+
+BUILTIN = "builtin"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.jinja"]
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+
+def register():
+    """Makes mlx-lm in this process know ``model_type: wiola``, for all of its functions."""
+    sys.modules["mlx_lm.models.wiola"] = wiola
+
+
+def load(path_or_hub_id: str | os.PathLike, adapter_path=None, dtype: mx.Dtype | None = None):
+    """A model and its tokenizer, ready to generate.
+
+    Args:
+        path_or_hub_id: a model folder (released PyTorch layout or MLX), a Hugging Face Hub id
+            such as "name/model", or "builtin".
+        adapter_path: a folder with LoRA adapters that mlx-lm trained.
+        dtype: cast floating-point weights to this; by default they stay as stored.
+
+    Returns:
+        (model, tokenizer): an ``mlx.nn.Module`` and an mlx-lm ``TokenizerWrapper``.
+
+    Raises:
+        WiolaError: for anything wrong with the files, in one line.
+    """
+    folder = resolve(path_or_hub_id)
+    model, _ = load_model(folder, dtype=dtype)
+    if adapter_path is not None:
+        attach_adapters(model, Path(adapter_path).expanduser())
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer.get_vocab()) > model.args.vocab_size:
+        raise WiolaError(
+            f"the tokenizer in {folder} has {len(tokenizer.get_vocab())} tokens, "
+            f"but the model only {model.args.vocab_size}"
+        )
+    return model, tokenizer
+
+
+def load_model(path_or_hub_id: str | os.PathLike, dtype: mx.Dtype | None = None):
+    """A model without its tokenizer: (model, config). Arguments and errors as for ``load``."""
+    checkpoint = open_checkpoint(resolve(path_or_hub_id))
+    model = build_model(checkpoint)
+    weights = {}
+    for file in sorted(set(checkpoint.files.values())):
+        arrays = mx.load(str(file))
+        weights |= {name: arrays[name] for name, home in checkpoint.files.items() if home == file}
+    try:
+        weights = model.sanitize(weights)
+    except ValueError as error:
+        raise WiolaError(str(error)) from error
+    quantize_like(model, weights, checkpoint.config)
+    compare(dict(tree_flatten(model.parameters())), weights)
+    read_weights(model, weights, dtype)
+    model.eval()
+    return model, checkpoint.config
+
+
+def resolve(path_or_hub_id: str | os.PathLike) -> Path:
+    """The folder of a local path, of the built-in model, or of a download from the Hub."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.exists():
+        return path
+    name = str(path_or_hub_id)
+    if name == BUILTIN:
+        return Path(__file__).parent / "builtin"
+    if not HUB_ID.fullmatch(name):
+        raise WiolaError(f"there is no model folder {name!r}, and it is no Hub id (name/model)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise WiolaError(
+            f"there is no folder {name!r}, and it could not be had from the Hub: {reason}"
+        ) from error
+
+
+def build_model(checkpoint: Checkpoint) -> nn.Module:
+    """The model that the config describes; its weights are not computed."""
+    config = checkpoint.config
+    try:
+        args = wiola.ModelArgs.from_dict(config)
+        check_types(args)
+        layers = args.num_hidden_layers
+        if layers > len(checkpoint.files):
+            raise ValueError(f"num_hidden_layers is {layers}, more than there are tensors")
+        return wiola.Model(args)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise WiolaError(f"{checkpoint.folder / 'config.json'}: {error}") from error
+
+
+def check_types(args):
+    for field in fields(args):
+        value = getattr(args, field.name)
+        kinds = (int, float) if field.type is float else (field.type,)
+        fits = isinstance(value, kinds) and (field.type is bool) == isinstance(value, bool)
+        if field.type is int:
+            fits = fits and value > 0
+        if field.type is float:
+            fits = fits and math.isfinite(value)
+        if not fits:
+            wanted = {int: "a whole number above 0", float: "a number"}.get(field.type, "valid")
+            raise ValueError(f"{field.name} is {value!r}, which is not {wanted}")
+
+
+def quantize_like(model: nn.Module, weights: dict, config: dict):
+    """Quantizes the layers whose ``.scales`` are there, as the config or the shapes say."""
+    from mlx_lm.utils import infer_quant_config
+
+    quantization = config.get("quantization")
+    if quantization is None:
+        return
+    if not isinstance(quantization, dict):
+        raise WiolaError(f"the config's quantization is {quantization!r}, not an object")
+
+    def params(path: str, module: nn.Module):
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        own = quantization.get(path)
+        return own if isinstance(own, dict) else infer_quant_config(path, module, weights)
+
+    try:
+        nn.quantize(model, class_predicate=params)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise WiolaError(f"the quantized weights do not fit the config: {error}") from error
+
+
+def compare(wanted: dict[str, mx.array], found: dict[str, mx.array]):
+    """WiolaError that names every tensor that is missing, extra or of another shape."""
+    shapes = [
+        f"{name} is {list(found[name].shape)}, the config needs {list(array.shape)}"
+        for name, array in wanted.items()
+        if name in found and found[name].shape != array.shape
+    ]
+    kinds = [
+        f"{name} is {found[name].dtype}"
+        for name, array in wanted.items()
+        if name in found
+        and (found[name].dtype in FLOATS) != (array.dtype in FLOATS)  # packed weights are integers
+    ]
+    problems = [
+        f"{what} ({len(names)}): {', '.join(names)}"
+        for what, names in (
+            ("missing tensors", sorted(wanted.keys() - found.keys())),
+            ("extra tensors", sorted(found.keys() - wanted.keys())),
+            ("tensors of the wrong shape", shapes),
+            ("tensors of the wrong kind", kinds),
+        )
+        if names
+    ]
+    if problems:
+        raise WiolaError("the weights do not fit the config: " + "; ".join(problems))
+
+
+def read_weights(model: nn.Module, weights: dict[str, mx.array], dtype: mx.Dtype | None):
+    """Reads tensor by tensor, so that no more than one is held twice."""
+    keeps_dtype = model.cast_predicate
+    broken = []
+    for name in list(weights):
+        array = weights.pop(name)
+        if array.dtype in FLOATS:
+            if not mx.isfinite(array).all().item():
+                broken.append(name)
+            if dtype is not None and keeps_dtype(name):
+                array = array.astype(dtype)
+        mx.eval(array)
+        model.load_weights([(name, array)], strict=False)
+    if broken:
+        raise WiolaError(f"NaN or infinity in the weights: {', '.join(broken)}")
+
+
+def attach_adapters(model: nn.Module, folder: Path):
+    """Adds mlx-lm's LoRA layers to ``model``; every tensor of the adapter must find its place."""
+    from mlx_lm.tuner.utils import load_adapters
+
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (folder / name).is_file():
+            raise WiolaError(f"there is no {name} in the adapter folder {folder}")
+        refuse_pointer(folder / name)
+    read_json(folder / "adapter_config.json")
+    try:
+        if not mx.load(str(folder / "adapters.safetensors")):
+            raise ValueError("adapters.safetensors is empty")
+        load_adapters(model, str(folder))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise WiolaError(f"the adapters in {folder} do not fit this model: {reason}") from error
+    mx.eval(model.parameters())
+    model.eval()
+
+
+def load_tokenizer(path_or_hub_id: str | os.PathLike):
+    """The tokenizer of a model folder, with all of its stop tokens.
+
+    Generation stops at any end token that config.json, generation_config.json or the tokenizer
+    names: released configs leave one or another out.
+    """
+    from mlx_lm.tokenizer_utils import load as load_wrapper
+
+    folder = resolve(path_or_hub_id)
+    tokenizer_files = [folder / name for name in ("tokenizer.json", "tokenizer.model")]
+    present = [file for file in tokenizer_files if file.is_file()]
+    if not present:
+        raise WiolaError(f"there is no tokenizer.json or tokenizer.model in {folder}")
+    for file in present:
+        refuse_pointer(file)
+    try:
+        with quiet_transformers():  # it warns of a model type that it does not know
+            tokenizer = load_wrapper(folder, {"trust_remote_code": False})
+    except Exception as error:  # transformers and tokenizers raise bare Exception for a bad file
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise WiolaError(f"the tokenizer in {folder} cannot be read: {reason[0]}") from error
+    tokenizer.eos_token_ids = tokenizer.eos_token_ids | stop_ids(folder)
+    return tokenizer
+
+
+@contextlib.contextmanager
+def quiet_transformers():
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def stop_ids(folder: Path) -> set[int]:
+    """The end tokens that the two config files name, each one id or a list."""
+    named = [read_config(folder).get("eos_token_id")]
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        named.append(read_json(generation).get("eos_token_id"))
+    ids = set()
+    for value in named:
+        ids.update(value if isinstance(value, list) else [value])
+    ids.discard(None)
+    if not all(isinstance(i, int) for i in ids):
+        raise WiolaError(f"eos_token_id in {folder} is not a token id: {sorted(map(str, ids))}")
+    return ids
