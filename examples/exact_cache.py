@@ -1,4 +1,4 @@
-"""Cuts a text into pieces, rewinds, and compares with the full pass: python examples/exact_cache.py"""
+"""Cuts a text into pieces, rewinds, compares with the full pass: python examples/exact_cache.py"""
 
 import mlx.core as mx
 from mlx_lm.models.cache import trim_prompt_cache

@@ -1,6 +1,7 @@
 """``python -m wiola_mlx COMMAND`` and ``wiola-mlx COMMAND``: ours, else mlx-lm's own."""
 
 import importlib
+import itertools
 import sys
 from pathlib import Path
 
@@ -86,11 +87,11 @@ def check_folders(argv: list[str]):
     from .checkpoint import open_checkpoint, read_json
 
     words = [word for arg in argv for word in arg.split("=", 1)]
-    for option, value in zip(words, words[1:], strict=False):
-        folder = Path(value).expanduser()
-        if option in MODEL_OPTIONS and (folder / "config.json").is_file():
-            if read_json(folder / "config.json").get("model_type") == "wiola":
-                open_checkpoint(folder)
+    for option, value in itertools.pairwise(words):
+        config = Path(value).expanduser() / "config.json"
+        if option in MODEL_OPTIONS and config.is_file():
+            if read_json(config).get("model_type") == "wiola":
+                open_checkpoint(config.parent)
 
 
 if __name__ == "__main__":

@@ -216,7 +216,8 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike):
     Generation stops at any end token that config.json, generation_config.json or the tokenizer
     names: released configs leave one or another out.
     """
-    from mlx_lm.tokenizer_utils import load as load_wrapper
+    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+    from transformers import AutoTokenizer
 
     folder = resolve(path_or_hub_id)
     tokenizer_files = [folder / name for name in ("tokenizer.json", "tokenizer.model")]
@@ -227,12 +228,12 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike):
         refuse_pointer(file)
     try:
         with quiet_transformers():  # it warns of a model type that it does not know
-            tokenizer = load_wrapper(folder, {"trust_remote_code": False})
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise bare Exception for a bad file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise WiolaError(f"the tokenizer in {folder} cannot be read: {reason[0]}") from error
-    tokenizer.eos_token_ids = tokenizer.eos_token_ids | stop_ids(folder)
-    return tokenizer
+    # Not mlx-lm's detokenizer for byte-level BPE: it drops the space before the first word.
+    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, eos_token_ids=stop_ids(folder))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Gated spiral attention: softmax(g · q kᵀ / √D) v, with one gate per head and position.
 
-The gate scales a whole row of scores, so ``g * q`` followed by ordinary attention is the same function.
-Its input is the causal mean of the head-averaged queries:
+The gate scales a whole row of scores, so ``g * q`` followed by ordinary attention is the same
+function. Its input is the causal mean of the head-averaged queries:
 
     m_t = mean over heads of q_t
     c_t = (1/t) Σ_{s≤t} m_s                       float32, continued from the cache

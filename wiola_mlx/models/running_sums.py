@@ -1,13 +1,15 @@
 """A layer's cache: K and V, and beside them a running sum for every position.
 
 Both Wiola families read a causal mean over time: of the queries (gated spiral) or of the layer
-outputs (cross layer). The cache keeps the float32 sum *up to each position*, not only the last one,
-so a cache of plain mlx-lm classes can be trimmed, padded, joined, filtered and saved, and stays exact.
+outputs (cross layer). The cache keeps the float32 sum *up to each position*, not only the last,
+so that a cache of plain mlx-lm classes can be trimmed, padded, joined, filtered and saved, and
+stays exact.
 
 Layout of one layer's ``CacheList``:
-    [0] KVCache  keys [B, Hkv, n, D], values [B, Hkv, n, D], in the model's dtype
-    [1] KVCache  keys [B, 1, n, W/2], values [B, 1, n, W/2], float32: the two halves of the sums, W wide
-In a batch both are ``BatchKVCache``, and ``offset`` is an array: the tokens of each row, pads not counted.
+    [0] KVCache: keys and values [B, Hkv, n, D], in the model's dtype
+    [1] KVCache: keys and values [B, 1, n, W/2] float32, the two halves of the sums of width W
+In a batch both are ``BatchKVCache``; their ``offset`` is an array, the tokens of each row without
+its pads.
 """
 
 import warnings

@@ -29,7 +29,8 @@ def family_of(config: dict) -> str:
         raise ValueError(f"the config has keys of both Wiola families ({listed})")
     raise ValueError(
         "the config has keys of neither Wiola family (looked for spiral_alpha, intermediate_size, "
-        f"gate_pre_rope, or gcla_*, dsff_*, srpe_*); it has: {', '.join(sorted(config)) or 'nothing'}"
+        "gate_pre_rope, or gcla_*, dsff_*, srpe_*); it has: "
+        + (", ".join(sorted(config)) or "nothing")
     )
 
 
