@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def run_mlx_lm(module: str, argv: list[str]):
     refuse_dead_options(argv)
     check_folders(argv)
     register()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns of unknown model types
     sys.argv = [f"wiola-mlx {module.split('.')[-1]}", *argv]
     try:
         importlib.import_module(f"mlx_lm.{module}").main()

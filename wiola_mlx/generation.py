@@ -109,7 +109,8 @@ def run_generator(
         **kv,
     )
     for response in responses:
-        noticed = noticed or notice_length(before + response.generation_tokens, trained)
+        # The newest token is not read yet.
+        noticed = noticed or notice_length(before + response.generation_tokens - 1, trained)
         yield response
 
 

@@ -7,6 +7,8 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -100,27 +102,30 @@ def build_model(checkpoint: Checkpoint) -> nn.Module:
     """The model that the config describes; its weights are not computed."""
     config = checkpoint.config
     try:
+        check_types(wiola.family_module(config).ModelArgs, config)
         args = wiola.ModelArgs.from_dict(config)
-        check_types(args)
         layers = args.num_hidden_layers
         if layers > len(checkpoint.files):
             raise ValueError(f"num_hidden_layers is {layers}, more than there are tensors")
         return wiola.Model(args)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except ValueError as error:
         raise WiolaError(f"{checkpoint.folder / 'config.json'}: {error}") from error
 
 
-def check_types(args):
-    for field in fields(args):
-        value = getattr(args, field.name)
-        kinds = (int, float) if field.type is float else (field.type,)
-        fits = isinstance(value, kinds) and (field.type is bool) == isinstance(value, bool)
-        if field.type is int:
-            fits = fits and value > 0
-        if field.type is float:
-            fits = fits and math.isfinite(value)
-        if not fits:
-            wanted = {int: "a whole number above 0", float: "a number"}.get(field.type, "valid")
+def check_types(args_class: type, config: dict):
+    """ValueError for a config value that is not of its field's type, or out of all bounds."""
+    for field in fields(args_class):
+        kinds = get_args(field.type) or (field.type,)
+        value = config.get(field.name, field.default)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if float in kinds:
+            fits, wanted = number and math.isfinite(value), "a number"
+        elif int in kinds:
+            fits = number and isinstance(value, int) and value > 0
+            wanted = "a whole number above 0"
+        else:
+            fits, wanted = isinstance(value, kinds), f"a {kinds[0].__name__}"
+        if not fits and not (value is None and NoneType in kinds):
             raise ValueError(f"{field.name} is {value!r}, which is not {wanted}")
 
 

@@ -191,4 +191,4 @@ class Model(nn.Module):
         return lambda path: ".gate_fc" not in path  # the gate network stays float32
 
     def make_cache(self) -> list:
-        return [make_layer_cache() for _ in self.layers]
+        return [make_layer_cache(sums=self.args.use_attention_gate) for _ in self.layers]

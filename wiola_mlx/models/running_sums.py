@@ -40,7 +40,7 @@ class CacheList(mlx_cache.CacheList):
         Raises:
             ValueError: if no group size divides the head size.
         """
-        kv, sums = self.caches
+        kv, *sums = self.caches
         fitting = (
             group_size if kv.keys is None else fitting_group_size(kv.keys.shape[-1], group_size)
         )
@@ -50,7 +50,7 @@ class CacheList(mlx_cache.CacheList):
                 f"{kv.keys.shape[-1]}, using {fitting}",
                 stacklevel=2,
             )
-        return mlx_cache.CacheList(kv.to_quantized(group_size=fitting, bits=bits), sums)
+        return mlx_cache.CacheList(kv.to_quantized(group_size=fitting, bits=bits), *sums)
 
 
 def fitting_group_size(head_dim: int, wanted: int) -> int:
@@ -64,16 +64,16 @@ def fitting_group_size(head_dim: int, wanted: int) -> int:
     )
 
 
-def make_layer_cache() -> CacheList:
-    return CacheList(mlx_cache.KVCache(), mlx_cache.KVCache())
+def make_layer_cache(sums: bool = True) -> CacheList:
+    """A layer's empty cache; without the second part where nothing is summed."""
+    return CacheList(*(mlx_cache.KVCache() for _ in range(1 + sums)))
 
 
-def positions(cache, length: int) -> mx.array:
-    """Positions of ``length`` new tokens, before they are added: [B or 1, length].
+def positions(offset, length: int) -> mx.array:
+    """Positions of ``length`` tokens from ``offset`` on, an int or [B]: [B or 1, length].
 
     Pads on the left of a row are negative.
     """
-    offset = 0 if cache is None else cache[0].offset
     if isinstance(offset, mx.array):
         offset = offset[:, None]
     return offset + mx.arange(length)[None]
@@ -102,14 +102,16 @@ def accumulate(values: mx.array, cache=None) -> tuple[mx.array, mx.array]:
 
     Args:
         values: [B, T, W], any dtype. Pads on the left never enter a sum.
-        cache: a layer's ``CacheList``, *before* its K and V were updated, or None.
+        cache: a layer's ``CacheList``, or None. Whether its K and V were updated already does
+            not matter.
 
     Returns:
         sums, means: [B, T, W] float32, however the sequence was cut into calls.
     """
     values = values.astype(mx.float32)
-    position = positions(cache, values.shape[1])[..., None]  # [B or 1, T, 1]
-    if cache is not None and isinstance(cache[0].offset, mx.array):
+    offset = 0 if cache is None else cache[1].offset
+    position = positions(offset, values.shape[1])[..., None]  # [B or 1, T, 1]
+    if isinstance(offset, mx.array):
         values = mx.where(position >= 0, values, 0.0)  # not a product: NaN must not leak
     sums = mx.cumsum(values, axis=1)
     if cache is not None:
