@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import tiny
 from conftest import relative_difference, sums_of
-from mlx_lm.models.cache import can_trim_prompt_cache, load_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    LRUPromptCache,
+    can_trim_prompt_cache,
+    load_prompt_cache,
+    trim_prompt_cache,
+)
 
 import wiola_mlx
 
@@ -95,6 +100,18 @@ def test_trimming_across_the_growth_of_the_buffers(model):
     continued, _ = in_pieces(model, others, [1, 2], cache)
     whole = mx.concatenate([ids[:, :254], others], axis=1)
     assert relative_difference(continued, model(whole)[:, -3:]) <= BOUND
+
+
+def test_mlx_lms_prefix_reuse_goes_on_exactly(model):
+    ids, others = tokens(30), tokens(5, seed=1)
+    _, cache = in_pieces(model, ids, [30])
+    kept = LRUPromptCache()
+    kept.insert_cache("model", ids[0].tolist(), cache)
+    wanted = mx.concatenate([ids[:, :17], others], axis=1)  # shares 17 tokens with what is kept
+    reused, rest = kept.fetch_nearest_cache("model", wanted[0].tolist())
+    assert len(rest) == 5
+    continued = model(mx.array([rest]), cache=reused)
+    assert relative_difference(continued, model(wanted)[:, -5:]) <= BOUND
 
 
 def test_a_copy_goes_its_own_way(model):
