@@ -58,6 +58,16 @@ def test_issue_M3_an_empty_or_broken_stdin_is_one_line(cli, checkpoint, stdin):
     assert_one_line((result.returncode, result.stdout.decode(), result.stderr.decode()), "prompt")
 
 
+def test_the_config_chooses_the_family(quick, tmp_path):
+    import test_cross_layer
+
+    folder = test_cross_layer.write_checkpoint(tmp_path / "cross")
+    plain = quick("Hello", "-m", 12, model=folder)
+    assert plain[0] == 0
+    assert quick("Hello", "-m", 12, "--draft-model", folder, model=folder)[1] == plain[1]
+    assert_one_line(quick("Hello", "--kv-bits", 8, model=folder), "head size 16")
+
+
 def test_issue_M1_seeds(quick):
     sampled = ("hi", "--temp", 1, "-m", 20)
     for _ in range(3):

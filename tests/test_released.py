@@ -1,5 +1,6 @@
 """The real configs and tokenizers of the released 13M model, with random weights."""
 
+import json
 import shutil
 
 import mlx.core as mx
@@ -7,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import wiola_mlx
-from wiola_mlx.models import gated_spiral, wiola
+from wiola_mlx.models import cross_layer, gated_spiral, wiola
 
 
 def parameters(model) -> int:
@@ -52,6 +53,14 @@ def test_generation_stops_at_the_end_token_that_the_generation_config_omits(rele
     last = list(wiola_mlx.stream_text(ending, tokenizer, "Once upon a time", max_tokens=20))[-1]
     assert last.finish_reason == "stop"
     assert last.generation_tokens == 3
+
+
+def test_the_360m_tokenizer_and_config(shared):
+    folder = shared / "released" / "wiola360m"
+    tokenizer = wiola_mlx.load_tokenizer(folder)
+    assert tokenizer.encode("Once upon a time") == [18498, 2364, 266, 653]
+    config = json.loads((folder / "config.json").read_text())
+    assert wiola.ModelArgs.from_dict(config) == cross_layer.PRESETS["360m"]
 
 
 @pytest.mark.parametrize("name", ["wiola13m", "wiola360m"])

@@ -61,12 +61,8 @@ def load_model(path_or_hub_id: str | os.PathLike, dtype: mx.Dtype | None = None)
     """A model without its tokenizer: (model, config). Arguments and errors as for ``load``."""
     checkpoint = open_checkpoint(resolve(path_or_hub_id))
     model = build_model(checkpoint)
-    weights = {}
-    for file in sorted(set(checkpoint.files.values())):
-        arrays = mx.load(str(file))
-        weights |= {name: arrays[name] for name, home in checkpoint.files.items() if home == file}
     try:
-        weights = model.sanitize(weights)
+        weights = model.sanitize(lazy_weights(checkpoint))
     except ValueError as error:
         raise WiolaError(str(error)) from error
     quantize_like(model, weights, checkpoint.config)
@@ -129,6 +125,15 @@ def check_types(args_class: type, config: dict):
             raise ValueError(f"{field.name} is {value!r}, which is not {wanted}")
 
 
+def lazy_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
+    """All tensors, none of them read yet. Nothing else may refer to them, or memory doubles."""
+    weights = {}
+    for file in sorted(set(checkpoint.files.values())):
+        arrays = mx.load(str(file))
+        weights |= {name: arrays[name] for name, home in checkpoint.files.items() if home == file}
+    return weights
+
+
 def quantize_like(model: nn.Module, weights: dict, config: dict):
     """Quantizes the layers whose ``.scales`` are there, as the config or the shapes say."""
     from mlx_lm.utils import infer_quant_config
@@ -179,10 +184,10 @@ def compare(wanted: dict[str, mx.array], found: dict[str, mx.array]):
 
 
 def read_weights(model: nn.Module, weights: dict[str, mx.array], dtype: mx.Dtype | None):
-    """Reads tensor by tensor, so that no more than one is held twice."""
+    """Reads tensor by tensor, the largest first, so that little is ever held twice."""
     keeps_dtype = model.cast_predicate
     broken = []
-    for name in list(weights):
+    for name in sorted(weights, key=lambda name: -weights[name].nbytes):
         array = weights.pop(name)
         if array.dtype in FLOATS:
             if not mx.isfinite(array).all().item():

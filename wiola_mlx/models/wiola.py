@@ -35,12 +35,7 @@ def family_of(config: dict) -> str:
 
 
 def family_module(config: dict):
-    family = family_of(config)
-    if family == "cross_layer":
-        raise ValueError(
-            "this is a cross-layer Wiola (120M to 1.5B), which this version cannot run yet"
-        )
-    return importlib.import_module(f".{family}", __package__)
+    return importlib.import_module(f".{family_of(config)}", __package__)
 
 
 class ModelArgs:
