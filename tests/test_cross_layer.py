@@ -59,6 +59,7 @@ def random_model(seed: int = 0, **changes):
 
 
 def write_checkpoint(folder: Path, **changes) -> Path:
+    folder.mkdir(exist_ok=True)
     weights = dict(tree_flatten(random_model(**changes).parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
     tiny.write_json(folder / "config.json", {**CONFIG, **changes})
