@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -185,6 +186,26 @@ def test_a_reader_that_has_enough_is_no_error(checkpoint):
     result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True)
     assert result.returncode == 0
     assert b"Traceback" not in result.stderr and b"BrokenPipe" not in result.stderr
+
+
+def test_a_terminal_that_is_not_utf_8_is_no_error(checkpoint):
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "wiola_mlx.generate",
+            "é🙂",
+            "--echo",
+            "--model",
+            checkpoint,
+            "-m",
+            "3",
+        ],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(b"??")
 
 
 def test_the_list_of_commands_and_an_unknown_one(capsys):

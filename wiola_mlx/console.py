@@ -26,6 +26,9 @@ def note(text: str):
 
 def run(command: Callable[[], int | None]) -> int:
     """Runs a command and returns its exit code: 1 for a user's mistake, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 ends no story
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = show_warning
