@@ -61,6 +61,7 @@ def test_issue_J1_none_zero_and_one_token(endless):
         ({"max_kv_size": 16, "kv_bits": 8}, "max_kv_size"),
         ({"prompt": ""}, "empty"),
         ({"prompt": []}, "empty"),
+        ({"prompt": "a\udcff"}, "not valid text"),
         ({"prompt": [300]}, "300"),
         ({"prompt": [-1]}, "-1"),
     ],

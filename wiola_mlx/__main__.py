@@ -10,11 +10,13 @@ from . import __version__
 from .console import note, run
 from .errors import WiolaError
 
-OURS = {"generate": "write on from a prompt (the built-in model needs no download)"}
+OURS = {
+    "generate": "write on from a prompt (the built-in model needs no download)",
+    "chat": "talk with a model in the terminal",
+}
 MLX_LM = {
     "benchmark": "speed of prompt and generation",
     "cache_prompt": "save the cache of a prompt, for generate --prompt-cache-file",
-    "chat": "chat in the terminal",
     "convert": "quantize, or change the dtype",
     "evaluate": "benchmarks of lm-evaluation-harness",
     "fuse": "merge LoRA adapters into a model",

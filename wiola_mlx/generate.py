@@ -42,18 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--quiet", "-q", action="store_true", help="no figures on stderr")
 
-    sampling = parser.add_argument_group("choosing tokens").add_argument
-    sampling("--temp", type=float, default=0.0, help="temperature; 0 takes the likeliest token")
-    sampling("--top-p", type=float, default=1.0, help="sample from the likeliest with this sum")
-    sampling("--top-k", type=int, default=0, help="sample from this many tokens; 0: from all")
-    sampling(
-        "--min-p", type=float, default=0.0, help="leave out tokens below this share of the top"
-    )
-    sampling("--repetition-penalty", type=float, help="above 1: the last 20 tokens come less often")
-    sampling(
-        "--seed", type=int, help="the same seed gives the same text; none: a new text each time"
-    )
-    sampling("--ignore-chat-template", action="store_true", help="the prompt as it is, always")
+    add_sampling(parser)
+    add("--ignore-chat-template", action="store_true", help="the prompt as it is, always")
 
     memory = parser.add_argument_group("cache and speed").add_argument
     memory("--kv-bits", type=int, help="keep K and V in 2, 3, 4, 5, 6 or 8 bits, from the start")
@@ -67,6 +57,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     memory("--num-draft-tokens", type=int, default=3, help="tokens that it drafts at a time")
     return parser
+
+
+def add_sampling(parser: argparse.ArgumentParser, temp: float = 0.0, top_p: float = 1.0):
+    """The options that say how tokens are chosen; ``sampling_of`` takes them back out."""
+    add = parser.add_argument_group("choosing tokens").add_argument
+    add("--temp", type=float, default=temp, help="temperature; 0 takes the likeliest token")
+    add("--top-p", type=float, default=top_p, help="sample from the likeliest with this sum")
+    add("--top-k", type=int, default=0, help="sample from this many tokens; 0: from all")
+    add("--min-p", type=float, default=0.0, help="leave out tokens below this share of the top")
+    add("--repetition-penalty", type=float, help="above 1: the last 20 tokens come less often")
+    add("--seed", type=int, help="the same seed gives the same text; none: a new text each time")
+
+
+def sampling_of(args: argparse.Namespace) -> dict:
+    names = ("temp", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    return {name: getattr(args, name) for name in names}
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -113,12 +119,7 @@ def generate(args: argparse.Namespace) -> int:
         tokenizer,
         templated(prompt, tokenizer, args),
         max_tokens=args.max_tokens,
-        temp=args.temp,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
+        **sampling_of(args),
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
         max_kv_size=args.max_kv_size,

@@ -149,11 +149,16 @@ def check_sampling(temp, top_p, top_k, min_p, repetition_penalty, seed):
             "above 0",
         ),
         ("temp", temp, temp < float("inf"), "finite"),
-        ("seed", seed, seed is None or 0 <= seed < 2**64, "between 0 and 2^64 - 1"),
     )
     for name, value, fits, rule in ranges:
         if not fits:
             raise WiolaError(f"{name} must be {rule}, not {value!r}")
+    check_seed(seed)
+
+
+def check_seed(seed: int | None):
+    if seed is not None and not 0 <= seed < 2**64:
+        raise WiolaError(f"seed must be between 0 and 2^64 - 1, not {seed!r}")
 
 
 def kv_options(model, draft_model, bits, group_size) -> dict:
@@ -187,9 +192,17 @@ def check_draft(model, draft_model, num_draft_tokens, prompt_cache):
         raise WiolaError("a prompt cache and a draft model cannot be used together")
 
 
+def check_text(text: str):
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise WiolaError("the prompt is not valid text: it has bytes that are not UTF-8") from error
+
+
 def prompt_ids(tokenizer, prompt, vocab_size: int, prompt_cache) -> list[int]:
     """Token ids of a prompt: special tokens are added as the tokenizer says, but not mid-text."""
     if isinstance(prompt, str):
+        check_text(prompt)
         fresh = cached_tokens(prompt_cache) == 0
         bos = tokenizer.bos_token
         add_special = fresh and not (bos and prompt.startswith(bos))
