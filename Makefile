@@ -1,6 +1,6 @@
 # Both commands make .venv and install into it on first use; PYTHON=... picks the interpreter.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STORY = Once upon a time
 
 .PHONY: story test lint
@@ -14,7 +14,7 @@ lint: .venv/installed-test
 	.venv/bin/ruff format . && .venv/bin/ruff check --fix .
 
 .venv/bin/python:
-	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: install it, or say make PYTHON=..." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or say make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/python pyproject.toml
