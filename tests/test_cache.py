@@ -220,6 +220,30 @@ def test_issue_B3_foreign_classes_are_refused_by_name(loaded, tmp_path):
         wiola_mlx.load_prompt_cache(path, model)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"0.0.0.2": mx.array(5)},
+        {"0.0.0.2": mx.array(-5)},
+        {"0.0.0.2": mx.array(True)},
+        {"0.0.0.0": mx.zeros((1, 2, 4, 32), mx.int32)},
+        {"0.1.0.0": mx.full((1, 1, 4, 16), float("nan"))},
+    ],
+    ids=["too long", "negative", "boolean", "integers", "nan"],
+)
+def test_a_cache_file_with_wrong_contents_is_refused(loaded, tmp_path, damage):
+    model, _ = loaded
+    _, cache = in_pieces(model, tokens(4), [4])
+    path = tmp_path / "cache.safetensors"
+    wiola_mlx.save_prompt_cache(path, cache, model)
+    arrays, header = mx.load(str(path), return_metadata=True)
+    assert damage.keys() <= arrays.keys()
+    mx.eval(arrays)
+    mx.save_safetensors(str(path), {**arrays, **damage}, header)
+    with pytest.raises(wiola_mlx.WiolaError, match=r"damaged|another shape"):
+        wiola_mlx.load_prompt_cache(path, model)
+
+
 def test_caches_of_other_models_and_damaged_files_are_refused(loaded, tmp_path):
     model, _ = loaded
     path = tmp_path / "cache.safetensors"
@@ -235,6 +259,8 @@ def test_caches_of_other_models_and_damaged_files_are_refused(loaded, tmp_path):
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(wiola_mlx.WiolaError, match="no readable prompt cache"):
         wiola_mlx.load_prompt_cache(path, model)
+    with pytest.raises(wiola_mlx.WiolaError, match="one sequence"):
+        wiola_mlx.save_prompt_cache(path, model.make_cache(), model)
     with pytest.raises(wiola_mlx.WiolaError, match="no prompt cache file"):
         wiola_mlx.load_prompt_cache(tmp_path / "none.safetensors", model)
     with pytest.raises(wiola_mlx.WiolaError, match="cannot be written"):

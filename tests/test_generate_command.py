@@ -94,6 +94,8 @@ def test_bad_input_is_one_line(quick, tmp_path):
     assert_one_line(quick("hi", "--max-kv-size", 16), "max_kv_size")
     assert_one_line(quick("hi", "--kv-bits", 7), "kv_bits")
     assert_one_line(quick("hi", "--temp", -1), "temp")
+    assert_one_line(quick("hi", "--top-p", 0.9), "--temp above 0")
+    assert_one_line(quick("hi", "--num-draft-tokens", 2), "--draft-model")
     assert_one_line(quick("hi", "--adapter-path", tmp_path), "adapter_config.json")
     assert_one_line(quick("hi", "--draft-model", tmp_path / "no"), "no")
     (tmp_path / "cache.safetensors").write_bytes(b"not a cache")
@@ -150,6 +152,30 @@ def test_a_chat_template_is_used_unless_told_otherwise(quick, own_checkpoint):
     templated = json.loads(quick("hi", "-m", 3, "--json", model=own_checkpoint)[1])
     plain = quick("hi", "-m", 3, "--json", "--ignore-chat-template", model=own_checkpoint)[1]
     assert templated["prompt_tokens"] > json.loads(plain)["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for %}"])
+def test_a_chat_template_that_fails_is_one_line(quick, own_checkpoint, template):
+    tiny.write_tokenizer(own_checkpoint, template)
+    assert_one_line(quick("hi", model=own_checkpoint), "chat template")
+
+
+def test_a_prompt_cache_and_a_chat_template_give_the_whole_chat(cli, quick, own_checkpoint):
+    tiny.write_tokenizer(own_checkpoint, tiny.CHAT_TEMPLATE)
+    saved = own_checkpoint / "cache.safetensors"
+    argv = ("cache_prompt", "--model", own_checkpoint, "--prompt", "Hel")
+    cli(*argv, "--prompt-cache-file", saved, module="wiola_mlx")
+    resumed = quick("lo", "-m", 9, "--prompt-cache-file", saved, model=own_checkpoint)
+    assert resumed[:2] == quick("Hello", "-m", 9, model=own_checkpoint)[:2]
+
+
+def test_a_cache_of_stock_cache_prompt_is_not_taken_by_another_model(cli, quick, tmp_path):
+    folders = [tiny.write_checkpoint(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 1))]
+    saved = tmp_path / "cache.safetensors"
+    argv = ("cache_prompt", "--model", folders[0], "--prompt", "Hel", "--prompt-cache-file", saved)
+    cli(*argv, module="wiola_mlx")
+    assert quick("lo", "-m", 3, "--prompt-cache-file", saved, model=folders[0])[0] == 0
+    assert_one_line(quick("lo", "--prompt-cache-file", saved, model=folders[1]), "was made with")
 
 
 def test_no_prompt_on_a_terminal(capsys, monkeypatch, checkpoint):

@@ -59,6 +59,11 @@ def test_issue_J1_none_zero_and_one_token(endless):
         ({"kv_bits": 8, "kv_group_size": 64}, "does not divide the head size 32"),
         ({"max_kv_size": 16}, "max_kv_size"),
         ({"max_kv_size": 16, "kv_bits": 8}, "max_kv_size"),
+        ({"temp": None}, "temp"),
+        ({"top_k": "5"}, "top_k"),
+        ({"seed": 1.5}, "seed"),
+        ({"prompt_cache": []}, "2 layers"),
+        ({"prompt": None}, "prompt"),
         ({"prompt": ""}, "empty"),
         ({"prompt": []}, "empty"),
         ({"prompt": "a\udcff"}, "not valid text"),
@@ -113,6 +118,7 @@ def test_each_way_of_choosing_tokens_has_its_effect(endless):
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         assert tokens_of(endless, max_tokens=20, temp=1.0, **narrow) == greedy
     assert tokens_of(endless, max_tokens=20, repetition_penalty=3.0) != greedy
+    assert len(tokens_of(endless, max_tokens=20, temp=1.0, top_k=10**6)) == 20
 
 
 def test_issue_H1_past_the_trained_length_with_one_notice_of_both_numbers(endless):
@@ -136,6 +142,25 @@ def test_a_prompt_cache_goes_on_where_it_ended(endless):
     cache = model.make_cache()
     model(mx.array([prompt[:12]]), cache=cache)
     assert tokens_of(endless, prompt[12:], max_tokens=10, prompt_cache=cache) == whole
+
+
+def test_a_quantized_prompt_cache_is_known_to_hold_tokens(endless):
+    cache = endless[0].make_cache()
+    tokens_of(endless, [10] * 30, max_tokens=10, kv_bits=8, prompt_cache=cache)
+    with pytest.warns(UserWarning, match="7. tokens .* 64"):
+        tokens_of(endless, [10] * 30, max_tokens=2, kv_bits=8, prompt_cache=cache)
+    with pytest.raises(WiolaError, match="8 bits already"):
+        tokens_of(endless, [10], kv_bits=4, prompt_cache=cache)
+
+
+def test_progress_of_a_long_prompt_is_told(endless):
+    seen = []
+    progress = lambda read, total: seen.append((read, total))  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokens_of(endless, [10] * 1100, max_tokens=1, progress=progress)
+    assert seen[0] == (0, 1100) and seen[-1] == (1100, 1100)
+    assert (512, 1100) in seen
 
 
 def test_issue_J3_another_thread_gives_the_same_text(checkpoint):

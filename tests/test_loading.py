@@ -6,10 +6,12 @@ import shutil
 import warnings
 
 import mlx.core as mx
+import numpy as np
 import pytest
 import tiny
 from conftest import relative_difference
 from mlx.utils import tree_flatten
+from safetensors.numpy import save_file
 
 import wiola_mlx
 from wiola_mlx import WiolaError
@@ -111,6 +113,11 @@ def test_the_family_is_told_by_the_keys(own_checkpoint):
         ({"gate_pre_rope": 1}, "gate_pre_rope"),
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"rope_theta": "inf"}, "rope_theta"),
+        ({"rope_theta": 1e-300}, "rope_theta"),
+        ({"spiral_alpha": -1}, "spiral_alpha"),
+        ({"spiral_alpha": 1e300}, "spiral_alpha"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"vocab_size": 2**40}, "config.json"),
         ({"hidden_size": 32}, "wrong shape"),
         ({"use_attention_gate": False}, "extra tensors (6)"),
         ({"num_hidden_layers": 3}, "missing tensors (12)"),
@@ -297,6 +304,29 @@ def forced(model, tokens):
     return twin
 
 
+@pytest.mark.parametrize("eos", [[[2]], {"a": 1}, "2", True, [2, "x"]], ids=str)
+def test_an_end_token_that_is_none_is_refused(own_checkpoint, eos):
+    tiny.edit_json(own_checkpoint / "config.json", eos_token_id=eos)
+    with pytest.raises(WiolaError, match="eos_token_id"):
+        wiola_mlx.load(own_checkpoint)
+
+
+def test_a_tensor_type_that_mlx_lacks_is_one_line(own_checkpoint):
+    weights = {name: np.array(array) for name, array in weights_of(own_checkpoint).items()}
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.float64)
+    save_file(weights, own_checkpoint / "model.safetensors")
+    assert_refused(own_checkpoint, "model.safetensors")
+
+
+def test_endless_and_empty_names_are_one_line(own_checkpoint):
+    assert_refused("x" * 5000, "no model folder")
+    assert_refused("", "no model folder")
+    (own_checkpoint / "model.safetensors").rename(
+        own_checkpoint / "model-00001-of-99999.safetensors"
+    )
+    assert_refused(own_checkpoint, "99999")
+
+
 def test_a_folder_without_tokenizer_and_one_with_too_many_tokens(tmp_path):
     folder = tiny.write_checkpoint(tmp_path / "a", tokenizer=False)
     assert wiola_mlx.load_model(folder)[1]["vocab_size"] == 300
@@ -324,6 +354,15 @@ def test_adapters_attach_or_are_refused(own_checkpoint, tmp_path):
     tiny.write_json(adapters / "adapter_config.json", config)
     tuned, _ = wiola_mlx.load(own_checkpoint, adapter_path=adapters)
     assert relative_difference(tuned(IDS), logits(own_checkpoint)) > 1e-3
+
+    part = dict(list(lora.items())[1:])
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), part)
+    with pytest.raises(WiolaError, match=f"lacks {next(iter(lora))}"):
+        wiola_mlx.load(own_checkpoint, adapter_path=adapters)
+    broken = {name: array * float("nan") for name, array in lora.items()}
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), broken)
+    with pytest.raises(WiolaError, match="NaN"):
+        wiola_mlx.load(own_checkpoint, adapter_path=adapters)
 
     mx.save_safetensors(str(adapters / "adapters.safetensors"), {"nope.lora_a": mx.zeros((2, 2))})
     with pytest.raises(WiolaError, match=r"nope\.lora_a"):

@@ -1,14 +1,13 @@
 """``python -m wiola_mlx COMMAND`` and ``wiola-mlx COMMAND``: ours, else mlx-lm's own."""
 
 import importlib
-import itertools
 import os
 import sys
-from pathlib import Path
 
 from . import __version__
 from .console import note, run
 from .errors import WiolaError
+from .passthrough import checked_arguments
 
 OURS = {
     "generate": "write on from a prompt (the built-in model needs no download)",
@@ -29,7 +28,6 @@ MLX_LM = {
     "server": "an OpenAI-compatible server",
     "upload": "upload a model to the Hub",
 }
-MODEL_OPTIONS = ("--model", "--hf-path", "--mlx-path", "--draft-model")
 
 
 def usage() -> str:
@@ -64,38 +62,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_mlx_lm(module: str, argv: list[str]):
-    """Runs a command of mlx-lm with Wiola registered, after our own checks of the model folder."""
+    """Runs a command of mlx-lm with Wiola registered, after our own checks."""
     from .loading import register
 
-    refuse_dead_options(argv)
-    check_folders(argv)
+    command = module.split(".")[-1]
+    argv = checked_arguments(command, argv)
     register()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns of unknown model types
-    sys.argv = [f"wiola-mlx {module.split('.')[-1]}", *argv]
+    sys.argv = [f"wiola-mlx {command}", *argv]
     try:
         importlib.import_module(f"mlx_lm.{module}").main()
+    except ModuleNotFoundError as error:
+        raise WiolaError(f"{command} needs a package: pip install {error.name}") from error
     except (ValueError, OSError, NotImplementedError) as error:  # a user's mistake, in mlx-lm
         raise WiolaError(str(error) or type(error).__name__) from error
-
-
-def refuse_dead_options(argv: list[str]):
-    if any(arg.split("=")[0] == "--max-kv-size" for arg in argv):
-        raise WiolaError(
-            "--max-kv-size is not supported: a rotating cache forgets tokens that the running "
-            "sums remember; use --kv-bits for a smaller cache"
-        )
-
-
-def check_folders(argv: list[str]):
-    """mlx-lm reads any file it finds; a Wiola folder on the command line is checked first."""
-    from .checkpoint import open_checkpoint, read_json
-
-    words = [word for arg in argv for word in arg.split("=", 1)]
-    for option, value in itertools.pairwise(words):
-        config = Path(value).expanduser() / "config.json"
-        if option in MODEL_OPTIONS and config.is_file():
-            if read_json(config).get("model_type") == "wiola":
-                open_checkpoint(config.parent)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl", ".pickle")
+MAX_SHARDS = 1000
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -32,6 +33,11 @@ class Checkpoint:
     config: dict
     files: dict[str, Path]
 
+    def strays(self) -> list[str]:
+        """Weight files in the folder that belong to no tensor."""
+        used = set(self.files.values())
+        return sorted(p.name for p in self.folder.glob("*.safetensors") if p not in used)
+
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads the config and compares the index with the shards' headers.
@@ -42,7 +48,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_config(folder)
     index = folder / INDEX
     files = indexed_files(folder, index) if index.is_file() else unindexed_files(folder)
-    return Checkpoint(folder, config, files)
+    checkpoint = Checkpoint(folder, config, files)
+    if strays := checkpoint.strays():
+        warnings.warn(f"ignored in {folder}: {', '.join(strays)} (not in use)", stacklevel=2)
+    return checkpoint
 
 
 def read_config(folder: Path) -> dict:
@@ -123,7 +132,6 @@ def indexed_files(folder: Path, index: Path) -> dict[str, Path]:
     ]
     if problems:
         raise WiolaError("; ".join(problems))
-    notice_strays(folder, shards)
     return {tensor: folder / name for tensor, name in weight_map.items()}
 
 
@@ -138,7 +146,6 @@ def unindexed_files(folder: Path) -> dict[str, Path]:
             if tensor in files:
                 raise WiolaError(f"{tensor} is in two files: {files[tensor].name} and {name}")
             files[tensor] = folder / name
-    notice_strays(folder, shards)
     return files
 
 
@@ -153,6 +160,8 @@ def numbered_shards(folder: Path) -> list[str]:
     if not found:
         return []
     total = totals.pop()
+    if int(total) > MAX_SHARDS:
+        raise WiolaError(f"{found[0][0]} is one of {int(total)} shards, which cannot be")
     wanted = [f"model-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
     missing = sorted(set(wanted) - {m[0] for m in found})
     if missing:
@@ -168,12 +177,6 @@ def refuse_other_formats(folder: Path):
             "save them as safetensors (in PyTorch: model.save_pretrained(folder))"
         )
     raise WiolaError(f"there is no {SINGLE} in {folder}")
-
-
-def notice_strays(folder: Path, used: list[str]):
-    strays = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in used)
-    if strays:
-        warnings.warn(f"ignored in {folder}: {', '.join(strays)} (not in use)", stacklevel=2)
 
 
 def tensor_names(path: Path) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from .errors import WiolaError
 
+TRACEBACK = "WIOLA_MLX_TRACEBACK"  # set it to see where an unforeseen error came from
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 
 
@@ -45,6 +46,11 @@ def run(command: Callable[[], int | None]) -> int:
         except BrokenPipeError:  # the reader, such as `head`, has enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        except Exception as error:
+            if os.environ.get(TRACEBACK):
+                raise
+            note(f"error: {type(error).__name__}: {error} ({TRACEBACK}=1 shows where)")
+            return 1
 
 
 def show_warning(message, category, *_args, **_kwargs):

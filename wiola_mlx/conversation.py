@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import WiolaError
-from .generation import check_text, stream_text
+from .generation import apply_template, check_text, stream_text
 
 
 class Conversation:
@@ -60,8 +60,7 @@ class Conversation:
 
     def next_ids(self, text: str) -> list[int]:
         if self.tokenizer.has_chat_template:
-            ids = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
-            return list(ids)
+            return list(apply_template(self.tokenizer, self.messages))
         behind = "\n" if self.text_ids else ""
         return self.text_ids + self.tokenizer.encode(behind + text, add_special_tokens=False)
 

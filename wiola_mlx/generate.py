@@ -3,11 +3,14 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from .console import HelpFormatter, note, run
 from .errors import WiolaError
 
 DEFAULT_MODEL = "builtin"
+PROGRESS_FROM = 512  # tokens of a prompt
+MARK = "<prompt>"
 DEFAULT_PROMPT = "Once upon a time"
 
 DESCRIPTION = """\
@@ -55,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="a smaller model that drafts; the text stays the same",
     )
-    memory("--num-draft-tokens", type=int, default=3, help="tokens that it drafts at a time")
+    memory("--num-draft-tokens", type=int, help="tokens that it drafts at a time; by default 3")
     return parser
 
 
@@ -82,6 +85,8 @@ def read_prompt(args: argparse.Namespace) -> str:
         raise WiolaError("the prompt is given twice: as an argument and with --prompt")
     if given and given[0] != "-":
         prompt = given[0]
+    elif sys.stdin is None:
+        raise WiolaError("there is no prompt, and no stdin to read it from")
     elif given or not sys.stdin.isatty():
         prompt = read_stdin()
     elif args.model == DEFAULT_MODEL:
@@ -97,7 +102,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 def read_stdin() -> str:
     """All of stdin as UTF-8, without the line end that ``echo`` adds."""
     try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")
+        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise WiolaError(f"the prompt on stdin is not UTF-8 text: {error.reason}") from error
 
@@ -107,6 +112,7 @@ def generate(args: argparse.Namespace) -> int:
     from .generation import checked_max_tokens
 
     checked_max_tokens(args.max_tokens)  # before a model is loaded
+    refuse_dead_options(args)
 
     from .generation import stream_text
     from .loading import load
@@ -125,18 +131,43 @@ def generate(args: argparse.Namespace) -> int:
         max_kv_size=args.max_kv_size,
         prompt_cache=cache,
         draft_model=draft_model,
-        num_draft_tokens=args.num_draft_tokens,
+        num_draft_tokens=3 if args.num_draft_tokens is None else args.num_draft_tokens,
+        progress=show_progress if sys.stderr.isatty() else None,
     )
     write(responses, prompt if args.echo else "", args)
     return 0
 
 
+def refuse_dead_options(args: argparse.Namespace):
+    if args.num_draft_tokens is not None and not args.draft_model:
+        raise WiolaError("--num-draft-tokens needs --draft-model")
+    if args.temp == 0 and (args.top_p != 1 or args.top_k or args.min_p):
+        raise WiolaError(
+            "--top-p, --top-k and --min-p need a --temp above 0: at 0 nothing is drawn"
+        )
+
+
+def show_progress(read: int, total: int):
+    """One line on a terminal while a long prompt is read; gone when it is."""
+    if total > PROGRESS_FROM:
+        text = f"reading the prompt: {read} of {total} tokens" if read < total else ""
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
 def templated(prompt: str, tokenizer, args: argparse.Namespace):
     """Ids of a one-message chat where the model has a chat template, else the prompt as it is."""
-    if args.ignore_chat_template or not tokenizer.has_chat_template or args.prompt_cache_file:
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
         return prompt
-    messages = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    from .generation import apply_template
+
+    if not args.prompt_cache_file:
+        return list(apply_template(tokenizer, [{"role": "user", "content": prompt}]))
+    # The cache holds the template's beginning: only what comes from the prompt on is new.
+    with_mark, whole = (
+        apply_template(tokenizer, [{"role": "user", "content": text}], tokenize=False)
+        for text in (MARK, prompt)
+    )
+    return tokenizer.encode(whole[with_mark.index(MARK) :], add_special_tokens=False)
 
 
 def load_draft(name: str, tokenizer):
@@ -149,9 +180,14 @@ def load_draft(name: str, tokenizer):
 
 
 def load_cache(args: argparse.Namespace, model):
-    from .prompt_cache import load_prompt_cache
+    from .prompt_cache import FINGERPRINT, load_prompt_cache
 
-    return load_prompt_cache(args.prompt_cache_file, model)
+    file = args.prompt_cache_file
+    cache, metadata = load_prompt_cache(file, model, return_metadata=True)
+    made_with = metadata.get("model", args.model)  # mlx-lm's cache_prompt tells the name only
+    if FINGERPRINT not in metadata and Path(made_with).resolve() != Path(args.model).resolve():
+        raise WiolaError(f"{file} was made with the model {made_with}, not with {args.model}")
+    return cache
 
 
 def write(responses, echo: str, args: argparse.Namespace):

@@ -2,7 +2,7 @@
 
 import numbers
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
@@ -10,6 +10,7 @@ from .errors import WiolaError
 from .models.running_sums import fitting_group_size
 
 DEFAULT_MAX_TOKENS = 256
+PREFILL_STEP = 512  # tokens of a prompt read at once: small enough to show progress
 KV_BITS = (2, 3, 4, 5, 6, 8)
 
 
@@ -36,6 +37,7 @@ def stream_text(
     prompt_cache: list | None = None,
     draft_model=None,
     num_draft_tokens: int = 3,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator:
     """Generates text, piece by piece.
 
@@ -51,6 +53,7 @@ def stream_text(
         max_kv_size: refused: a rotating cache would forget what the running sums remember.
         prompt_cache: from ``model.make_cache()`` or ``load_prompt_cache``; updated in place.
         draft_model: a smaller model with the same tokenizer, for speculative decoding.
+        progress: called with the tokens of the prompt that are read, and all of them.
 
     Yields:
         mlx-lm's ``GenerationResponse``: ``text``, ``token``, speeds, ``finish_reason``.
@@ -65,6 +68,8 @@ def stream_text(
             "max_kv_size is not supported: a rotating cache forgets tokens that the running sums "
             "remember; use kv_bits for a smaller cache"
         )
+    if prompt_cache is not None:
+        check_cache(model, prompt_cache, kv_bits)
     kv = kv_options(model, draft_model, kv_bits, kv_group_size)
     if draft_model is not None:
         check_draft(model, draft_model, num_draft_tokens, prompt_cache)
@@ -76,16 +81,21 @@ def stream_text(
         ids,
         max_tokens,
         seed,
-        sampling=dict(temp=temp, top_p=top_p, top_k=top_k, min_p=min_p),
+        sampling=dict(
+            temp=temp,
+            top_p=top_p,
+            top_k=top_k if top_k < model.args.vocab_size else 0,  # mlx-lm takes no more
+            min_p=min_p,
+        ),
         repetition_penalty=repetition_penalty,
         prompt_cache=prompt_cache,
         draft=dict(draft_model=draft_model, num_draft_tokens=num_draft_tokens),
-        kv=kv,
+        more=dict(kv, prefill_step_size=PREFILL_STEP, prompt_progress_callback=progress),
     )
 
 
 def run_generator(
-    model, tokenizer, ids, max_tokens, seed, sampling, repetition_penalty, prompt_cache, draft, kv
+    model, tokenizer, ids, max_tokens, seed, sampling, repetition_penalty, prompt_cache, draft, more
 ) -> Iterator:
     from mlx_lm.generate import stream_generate
     from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -106,7 +116,7 @@ def run_generator(
         logits_processors=make_logits_processors(repetition_penalty=repetition_penalty),
         prompt_cache=prompt_cache,
         **draft,
-        **kv,
+        **more,
     )
     for response in responses:
         # The newest token is not read yet.
@@ -125,7 +135,7 @@ def notice_length(length: int, trained: int) -> bool:
 
 
 def cached_tokens(prompt_cache: list | None) -> int:
-    return 0 if prompt_cache is None else prompt_cache[0][0].size()
+    return 0 if prompt_cache is None else prompt_cache[0][0].offset  # a quantized one has no size()
 
 
 def checked_max_tokens(value) -> int:
@@ -137,6 +147,10 @@ def checked_max_tokens(value) -> int:
 
 
 def check_sampling(temp, top_p, top_k, min_p, repetition_penalty, seed):
+    check_seed(seed)
+    for name, value in (("temp", temp), ("top_p", top_p), ("top_k", top_k), ("min_p", min_p)):
+        if not isinstance(value, numbers.Real):
+            raise WiolaError(f"{name} must be a number, not {value!r}")
     ranges = (
         ("temp", temp, temp >= 0, "0 or more"),
         ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
@@ -153,11 +167,11 @@ def check_sampling(temp, top_p, top_k, min_p, repetition_penalty, seed):
     for name, value, fits, rule in ranges:
         if not fits:
             raise WiolaError(f"{name} must be {rule}, not {value!r}")
-    check_seed(seed)
 
 
 def check_seed(seed: int | None):
-    if seed is not None and not 0 <= seed < 2**64:
+    whole = isinstance(seed, numbers.Integral)
+    if seed is not None and not (whole and 0 <= seed < 2**64):
         raise WiolaError(f"seed must be between 0 and 2^64 - 1, not {seed!r}")
 
 
@@ -180,16 +194,36 @@ def kv_options(model, draft_model, bits, group_size) -> dict:
     return dict(kv_bits=bits, kv_group_size=fitting, quantized_kv_start=0)
 
 
+def check_cache(model, prompt_cache, kv_bits):
+    expected = len(model.layers)
+    if len(prompt_cache) != expected or not all(hasattr(c, "caches") for c in prompt_cache):
+        raise WiolaError(f"the prompt cache is not one of this model's {expected} layers")
+    bits = getattr(prompt_cache[0][0], "bits", None)
+    if kv_bits is not None and bits not in (None, kv_bits):
+        raise WiolaError(
+            f"the prompt cache has {bits} bits already, so kv_bits cannot be {kv_bits}"
+        )
+
+
 def check_draft(model, draft_model, num_draft_tokens, prompt_cache):
     if draft_model.args.vocab_size != model.args.vocab_size:
         raise WiolaError(
             f"the draft model has a vocabulary of {draft_model.args.vocab_size} tokens, "
             f"the model one of {model.args.vocab_size}: they must share a tokenizer"
         )
-    if num_draft_tokens < 1:
+    if not isinstance(num_draft_tokens, numbers.Integral) or num_draft_tokens < 1:
         raise WiolaError(f"num_draft_tokens must be 1 or more, not {num_draft_tokens!r}")
     if prompt_cache is not None:
         raise WiolaError("a prompt cache and a draft model cannot be used together")
+
+
+def apply_template(tokenizer, messages: list[dict], **options):
+    """``apply_chat_template``; a template that fails is a WiolaError."""
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except Exception as error:  # a template is a program: jinja raises many kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise WiolaError(f"the model's chat template fails: {reason}") from error
 
 
 def check_text(text: str):
@@ -208,7 +242,9 @@ def prompt_ids(tokenizer, prompt, vocab_size: int, prompt_cache) -> list[int]:
         add_special = fresh and not (bos and prompt.startswith(bos))
         ids = tokenizer.encode(prompt, add_special_tokens=add_special)
     else:
-        ids = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
+        ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+        if not isinstance(ids, (list, tuple)):
+            raise WiolaError(f"the prompt must be text or a list of token ids, not {prompt!r}")
     if not ids:
         raise WiolaError("the prompt is empty")
     wrong = [i for i in ids if not isinstance(i, numbers.Integral) or not 0 <= i < vocab_size]

@@ -74,12 +74,12 @@ def load_model(path_or_hub_id: str | os.PathLike, dtype: mx.Dtype | None = None)
 
 def resolve(path_or_hub_id: str | os.PathLike) -> Path:
     """The folder of a local path, of the built-in model, or of a download from the Hub."""
-    path = Path(path_or_hub_id).expanduser()
-    if path.exists():
-        return path
     name = str(path_or_hub_id)
-    if name == BUILTIN:
+    if name == BUILTIN:  # a folder of this name is ./builtin
         return Path(__file__).parent / "builtin"
+    path = Path(name).expanduser()
+    if name and os.path.exists(path):  # unlike path.exists(), no error for an endless name
+        return path
     if not HUB_ID.fullmatch(name):
         raise WiolaError(f"there is no model folder {name!r}, and it is no Hub id (name/model)")
     from huggingface_hub import snapshot_download
@@ -99,12 +99,14 @@ def build_model(checkpoint: Checkpoint) -> nn.Module:
     config = checkpoint.config
     try:
         check_types(wiola.family_module(config).ModelArgs, config)
+        if config.get("rope_scaling"):
+            raise ValueError("rope_scaling is set, which Wiola does not have")
         args = wiola.ModelArgs.from_dict(config)
         layers = args.num_hidden_layers
         if layers > len(checkpoint.files):
             raise ValueError(f"num_hidden_layers is {layers}, more than there are tensors")
         return wiola.Model(args)
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError, ZeroDivisionError) as error:
         raise WiolaError(f"{checkpoint.folder / 'config.json'}: {error}") from error
 
 
@@ -129,7 +131,10 @@ def lazy_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
     """All tensors, none of them read yet. Nothing else may refer to them, or memory doubles."""
     weights = {}
     for file in sorted(set(checkpoint.files.values())):
-        arrays = mx.load(str(file))
+        try:
+            arrays = mx.load(str(file))
+        except (RuntimeError, ValueError) as error:
+            raise WiolaError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
         weights |= {name: arrays[name] for name, home in checkpoint.files.items() if home == file}
     return weights
 
@@ -210,14 +215,29 @@ def attach_adapters(model: nn.Module, folder: Path):
         refuse_pointer(folder / name)
     read_json(folder / "adapter_config.json")
     try:
-        if not mx.load(str(folder / "adapters.safetensors")):
-            raise ValueError("adapters.safetensors is empty")
+        adapter = mx.load(str(folder / "adapters.safetensors"))
         load_adapters(model, str(folder))
+        check_adapter(adapter, dict(tree_flatten(model.parameters())))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise WiolaError(f"the adapters in {folder} do not fit this model: {reason}") from error
     mx.eval(model.parameters())
     model.eval()
+
+
+def check_adapter(adapter: dict[str, mx.array], parameters: dict[str, mx.array]):
+    """ValueError for an adapter that is empty, lacks a tensor or holds NaN."""
+    leaves = ("lora_a", "lora_b", "m")
+    lacking = sorted(
+        name
+        for name in parameters
+        if name.rpartition(".")[2] in leaves and name not in adapter  # these start at random
+    )
+    if not adapter or lacking:
+        raise ValueError(f"it lacks {', '.join(lacking) or 'any tensor'}")
+    broken = [name for name, array in adapter.items() if not mx.isfinite(array).all().item()]
+    if broken:
+        raise ValueError(f"NaN or infinity in {', '.join(broken)}")
 
 
 def load_tokenizer(path_or_hub_id: str | os.PathLike):
@@ -264,10 +284,10 @@ def stop_ids(folder: Path) -> set[int]:
     generation = folder / "generation_config.json"
     if generation.is_file():
         named.append(read_json(generation).get("eos_token_id"))
-    ids = set()
+    ids = []
     for value in named:
-        ids.update(value if isinstance(value, list) else [value])
-    ids.discard(None)
-    if not all(isinstance(i, int) for i in ids):
-        raise WiolaError(f"eos_token_id in {folder} is not a token id: {sorted(map(str, ids))}")
-    return ids
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]
+    if wrong:
+        raise WiolaError(f"eos_token_id in {folder} is no token id: {wrong[0]!r}")
+    return set(ids)

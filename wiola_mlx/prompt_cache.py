@@ -26,11 +26,12 @@ def save_prompt_cache(path: str | os.PathLike, cache: list, model, metadata: dic
         cache: of one sequence, as ``model.make_cache()`` made it, and not empty.
         metadata: strings to keep in the file.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.suffix != ".safetensors":
         raise WiolaError(f"a prompt cache file must be named .safetensors, not {path.name}")
     parts = [part for layer in cache for part in layer.caches]
-    if any(type(part).__name__ not in CLASSES for part in parts) or cache[0].empty():
+    single = all(type(part).__name__ in CLASSES for part in parts)
+    if not parts or not single or cache[0].empty() or layout(cache[0])[0][0] != 1:
         raise WiolaError("only the cache of one sequence can be saved, and only with tokens in it")
     metadata = {**(metadata or {}), FINGERPRINT: fingerprint(model)}
     try:
@@ -38,6 +39,7 @@ def save_prompt_cache(path: str | os.PathLike, cache: list, model, metadata: dic
         os.close(handle)
         try:
             mlx_cache.save_prompt_cache(temporary, [without_room(c) for c in cache], metadata)
+            os.chmod(temporary, 0o644)  # a temporary file is its owner's only
             os.replace(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
@@ -67,7 +69,7 @@ def load_prompt_cache(path: str | os.PathLike, model, return_metadata: bool = Fa
     Raises:
         WiolaError: for a file that is unreadable, names other classes or is another model's.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
         raise WiolaError(f"there is no prompt cache file {path}")
     try:
@@ -76,13 +78,8 @@ def load_prompt_cache(path: str | os.PathLike, model, return_metadata: bool = Fa
             raise WiolaError(f"{path} is no Wiola prompt cache: it names {', '.join(foreign)}")
         loaded, metadata = mlx_cache.load_prompt_cache(str(path), return_metadata=True)
         fits = [layout(layer) for layer in loaded] == expected_layout(model)
-        lengths = {part.offset for layer in loaded for part in layer.caches if not part.empty()}
-        whole = len(lengths) == 1 and all(
-            array.shape[-2] >= part.offset
-            for layer in loaded
-            for part in layer.caches
-            for _, array in tree_flatten((part.keys, part.values))
-        )
+        parts = [part for layer in loaded for part in layer.caches if not part.empty()]
+        whole = len({part.offset for part in parts}) == 1 and all(map(is_whole, parts))
     except WiolaError:
         raise
     except Exception as error:  # a damaged file fails anywhere in mlx-lm's reader
@@ -91,11 +88,26 @@ def load_prompt_cache(path: str | os.PathLike, model, return_metadata: bool = Fa
     if not fits:
         raise WiolaError(f"{path} was made with a model of another shape")
     if not whole:
-        raise WiolaError(f"{path} is damaged: it lacks positions in some layers")
+        raise WiolaError(f"{path} is damaged: its layers lack positions, or hold no numbers")
     if metadata.get(FINGERPRINT, fingerprint(model)) != fingerprint(model):
         raise WiolaError(f"{path} was made with a model of other weights")
     cache = [as_ours(layer) for layer in loaded]
     return (cache, metadata) if return_metadata else cache
+
+
+def is_whole(part) -> bool:
+    """Whether a part has as many positions as it says, and finite floats in them."""
+    if type(part.offset) is not int or part.offset < 1:
+        return False
+    arrays = [array for _, array in tree_flatten((part.keys, part.values))]
+    packed = isinstance(part, mlx_cache.QuantizedKVCache)
+    floats = [array for array in arrays if array.dtype != mx.uint32]
+    return (
+        all(array.shape[-2] >= part.offset for array in arrays)
+        and len(floats) == (4 if packed else 2)
+        and all(mx.issubdtype(array.dtype, mx.floating) for array in floats)
+        and all(mx.isfinite(array).all().item() for array in floats)
+    )
 
 
 def class_names(path: Path) -> set[str]:

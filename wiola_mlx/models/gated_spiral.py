@@ -45,6 +45,10 @@ class ModelArgs(BaseModelArgs):
                 f"hidden_size {self.hidden_size} must be num_attention_heads "
                 f"{self.num_attention_heads} times an even head size"
             )
+        if self.rope_theta < 1:
+            raise ValueError(f"rope_theta is {self.rope_theta}, which is below 1")
+        if not -1 < self.spiral_alpha < 1000:
+            raise ValueError(f"spiral_alpha is {self.spiral_alpha}, not between -1 and 1000")
 
     @property
     def head_dim(self) -> int:
