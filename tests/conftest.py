@@ -72,3 +72,46 @@ def relative_difference(actual, expected) -> float:
 def sums_of(cache: list) -> list[mx.array]:
     """Each layer's running sums at the cached positions, [B, n, W]."""
     return [mx.concatenate(layer[1].keys_and_values(), axis=-1)[:, 0] for layer in cache]
+
+
+class EmulatedKernels:
+    """Stands in for ``mx.fast.metal_kernel``: the kernels' own text runs in the emulator.
+
+    Attributes:
+        order, seconds: the order of the threads and the time limit, see the emulator.
+        calls: names of the kernels that ran, in order.
+        fault: the last error of the emulator.
+    """
+
+    def __init__(self):
+        self.order, self.seconds, self.calls, self.fault = 0, 60, [], None
+
+    def __call__(self, **arguments):
+        from metal_emulator import MetalError, MetalKernel, as_mlx
+
+        kernel = MetalKernel(**arguments)
+
+        def call(**options):
+            self.calls.append(arguments["name"])
+            try:
+                return [
+                    as_mlx(x) for x in kernel(**options, order=self.order, seconds=self.seconds)
+                ]
+            except MetalError as error:
+                self.fault = error
+                raise
+
+        return call
+
+
+@pytest.fixture
+def emulated(monkeypatch) -> EmulatedKernels:
+    """Makes the models take the kernels, with the emulator in the place of Metal."""
+    from wiola_mlx.models import gated_attention, gated_attention_kernels
+
+    kernels = EmulatedKernels()
+    monkeypatch.setattr(mx.fast, "metal_kernel", kernels)
+    monkeypatch.setattr(gated_attention_kernels, "on_metal", lambda: True)
+    monkeypatch.setattr(gated_attention, "_kernels", {})
+    monkeypatch.setattr(gated_attention, "_runs", {})
+    return kernels
