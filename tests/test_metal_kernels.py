@@ -1,7 +1,6 @@
 """The Metal kernels' own text against the plain operations, on Linux in the emulator."""
 
 import re
-import shutil
 
 import kernel_cases
 import mlx.core as mx
@@ -12,7 +11,6 @@ from metal_emulator import MetalKernel, find_clang, static_check
 from wiola_mlx.models import gated_attention
 from wiola_mlx.models import gated_attention_kernels as kernels
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the Metal emulator needs g++")
 VARIANTS = {
     "decode": kernels.decode_kernel(True),
     "decode, no gate": kernels.decode_kernel(False),

@@ -3,8 +3,11 @@
 import ctypes
 import hashlib
 import os
+import platform
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -31,6 +34,10 @@ FLAGS = """-std=c++14 -O1 -g1 -fPIC -fsanitize=thread -fsanitize=undefined
  -Wno-unused -Wno-literal-suffix -Wno-unknown-pragmas -Wno-sign-compare -Wno-psabi""".split()
 MOST_THREADS = 1024
 INPUT, OUTPUT, OUTPUT_WITH_VALUE = 0, 1, 2  # kinds of buffers in metal_emu.h
+
+
+def can_run() -> bool:
+    return sys.platform == "linux" and platform.machine() == "x86_64" and bool(shutil.which(CXX))
 
 
 def as_numpy(x) -> np.ndarray:
