@@ -1,10 +1,12 @@
 """Dispatches per decoded token: on a Mac, what a small model's speed is made of."""
 
 import json
+import re
 
 import mlx.core as mx
 import pytest
 import tiny
+from conftest import ROOT
 
 from wiola_mlx import dispatches
 
@@ -13,6 +15,17 @@ from wiola_mlx import dispatches
 def test_the_fused_path_needs_no_more_than_llama(dtype):
     counts = {path: c["total"] for path, c in dispatches.count_all(dtype).items()}
     assert counts["fused"] <= counts["llama"] < counts["plain"]
+
+
+def test_the_readmes_numbers_are_these():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    found = re.search(
+        r"counts (\d+) for the Nano shape, (\d+) in plain operations, and (\d+)", text
+    )
+    counts = dispatches.count_all()
+    assert [int(n) for n in found.groups()] == [
+        counts[path]["total"] for path in ("fused", "plain", "llama")
+    ]
 
 
 def test_each_layer_is_one_kernel():

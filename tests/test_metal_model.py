@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from conftest import relative_difference
-from kernel_cases import Case, arguments
+from kernel_cases import BOUNDS, Case, arguments, by_kernel, by_operations
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -166,6 +166,28 @@ def test_what_no_kernel_fits_takes_plain_operations(fused_path, monkeypatch):
     given = arguments(Case(cached=3))
     gated_attention.gated_attention(**given, use_kernel=False)
     assert not fused_path.calls
+
+
+def test_issue_L1_variants_in_one_graph(fused_path):
+    """Other head sizes, dtypes and gates, evaluated together: each runs its own code."""
+    cases = [
+        Case(D=D, cached=3, T=T, gate=gate, dtype=dtype)
+        for D, T, gate, dtype in (
+            (32, 1, "before", mx.float32),
+            (64, 1, "before", mx.float32),
+            (32, 1, "after", mx.float32),
+            (32, 1, "before", mx.float16),
+            (32, 5, "before", mx.float32),
+            (32, 5, None, mx.float32),
+        )
+    ]
+    given = [arguments(case) for case in cases]
+    together = [by_kernel(case, g) for case, g in zip(cases, given, strict=True)]
+    mx.eval(together)
+    for case, g, results in zip(cases, given, together, strict=True):
+        for name, expected in by_operations(case, g).items():
+            actual = results[name].astype(mx.float32)
+            assert relative_difference(actual, expected) <= BOUNDS[case.dtype]
 
 
 @pytest.mark.parametrize("mask", ["causal", "array", None])
