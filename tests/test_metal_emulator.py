@@ -27,7 +27,7 @@ def text_of_mlx(kernel: dict, inputs, dtypes, template) -> str:
     return next(n for n in nodes if n.get("name") == "CustomKernel")["arguments"][1]
 
 
-TEMPLATE = [("T", mx.bfloat16), ("N", 32), ("B", True), ("C", False), ("U", mx.uint8), ("M", -1)]
+TEMPLATE = [("T", mx.bfloat16), ("N", 32), ("B", True), ("C", False), ("U", mx.uint8)]
 TEXTS = {
     "one attribute": ("o[0] = thread_position_in_grid.x;", [mx.zeros(4)], [mx.float32]),
     "no attribute": ("o[0] = 1;", [mx.zeros(9)], [mx.float32]),

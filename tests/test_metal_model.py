@@ -165,6 +165,9 @@ def test_what_no_kernel_fits_takes_plain_operations(fused_path, monkeypatch):
     gated_attention.gated_attention(**given, mask=mx.array([True, False, True, True]))
     given = arguments(Case(cached=3))
     gated_attention.gated_attention(**given, use_kernel=False)
+    given = arguments(Case(cached=3))
+    given["keys"] = given["keys"].astype(mx.float16)
+    gated_attention.gated_attention(**given)
     assert not fused_path.calls
 
 

@@ -115,7 +115,7 @@ def gated_attention_kernel(
     Takes and gives what ``gated_attention_ops`` does, and leaves the same in the cache. Where no
     kernel fits or runs, it gives None and the cache is untouched.
     """
-    if not kernels_fit(queries, cache, mask):
+    if not kernels_fit(queries, keys, values, cache, mask):
         return None
     kv, T, D = cache[0], queries.shape[1], queries.shape[-1]
     results = launch(kernel_inputs(queries, keys, values, rope, gate, cache), gate_pre_rope)
@@ -156,11 +156,13 @@ def kernels_enabled() -> bool:
     return os.environ.get("WIOLA_MLX_KERNELS", "1") != "0" and kernels.on_metal()
 
 
-def kernels_fit(queries: mx.array, cache, mask) -> bool:
+def kernels_fit(queries, keys, values, cache, mask) -> bool:
     """Whether the kernels can do it: plain float caches, and shapes that a threadgroup holds."""
     _, T, H, D = queries.shape
     kinds = {type(part) for part in cache.caches}
-    if kinds not in ({KVCache}, {BatchKVCache}) or queries.dtype not in DTYPES:
+    if kinds not in ({KVCache}, {BatchKVCache}):
+        return False
+    if queries.dtype not in DTYPES or not queries.dtype == keys.dtype == values.dtype:
         return False
     if T == 1 and isinstance(mask, mx.array) and KVCache in kinds:
         return False  # a mask that is not the cache's own
