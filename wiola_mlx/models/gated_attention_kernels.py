@@ -4,9 +4,9 @@
 Inside everything is float32, with one cast at each store. Sizes that change while a text grows
 (T, the room of the cache) are read at run time, so that nothing is compiled twice.
 
-Template values: T dtype, H heads, D head size, NSG simdgroups in a threadgroup, and PRE, whether
-the gate reads the queries before the rotation. ``offset`` [B] is the position of a row's first new
-token: pads on the left are negative. ``used`` is how much of a cache's buffers is filled.
+T dtype, H heads, D head size, NSG simdgroups in a threadgroup, PRE whether the gate reads queries
+before the rotation; ``offset`` [B] the position of a row's first new token, negative in pads on the
+left; ``used`` how much of a cache's buffers is filled.
 """
 
 import functools
@@ -324,10 +324,9 @@ def on_metal() -> bool:
 @functools.cache
 def decode_kernel(gated: bool) -> dict:
     """T = 1: from raw q, k and v to the attention's output, the rotated k and the new sums."""
-    parts = {"DECLARE_GATE": DECODE_DECLARE_GATE, "MEAN_QUERY": DECODE_MEAN_QUERY}
     source = DECODE_START + (DECODE_GATE if gated else "") + DECODE_ATTEND
-    for name, text in parts.items():
-        source = source.replace(name, text.strip() if gated else "")
+    source = source.replace("DECLARE_GATE", DECODE_DECLARE_GATE.strip() if gated else "")
+    source = source.replace("MEAN_QUERY", DECODE_MEAN_QUERY.strip() if gated else "")
     gate_inputs = GATE_INPUTS if gated else ["used"]
     return dict(
         name="wiola_decode_gated" if gated else "wiola_decode",
