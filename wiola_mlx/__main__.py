@@ -12,6 +12,7 @@ from .passthrough import checked_arguments
 OURS = {
     "generate": "write on from a prompt (the built-in model needs no download)",
     "chat": "talk with a model in the terminal",
+    "dispatches": "GPU dispatches of a decoded token, with and without the Metal kernels",
 }
 MLX_LM = {
     "benchmark": "speed of prompt and generation",

@@ -12,6 +12,7 @@ Formulas follow the published package ``wiola13m`` 1.0.1.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -80,6 +81,10 @@ class SpiralRoPE(nn.Module):
             ]
         )
 
+    @property
+    def periods(self) -> mx.array:  # [D/2], over 2π
+        return self._freqs
+
     def __call__(self, x: mx.array, offset) -> mx.array:
         return mx.fast.rope(
             x,
@@ -88,7 +93,7 @@ class SpiralRoPE(nn.Module):
             base=None,
             scale=1.0,
             offset=offset,
-            freqs=self._freqs,
+            freqs=self.periods,
         )
 
 
@@ -110,12 +115,27 @@ class Attention(nn.Module):
     def __call__(self, x: mx.array, mask=None, cache=None) -> mx.array:
         B, T, _ = x.shape
         q, k, v = (
-            proj(x).reshape(B, T, self.n_heads, -1).swapaxes(1, 2)  # [B, H, T, D]
+            proj(x).reshape(B, T, self.n_heads, -1)  # [B, T, H, D]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         gate = (self.gate_fc1, self.gate_fc2) if "gate_fc1" in self else None
-        out = gated_attention(q, k, v, self.rope, gate, self.gate_pre_rope, cache, mask)
-        return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))
+        out = gated_attention(
+            q,
+            k,
+            v,
+            self.rope,
+            gate,
+            self.gate_pre_rope,
+            cache,
+            mask,
+            use_kernel=not self.training,
+        )
+        return self.o_proj(out.reshape(B, T, -1))
+
+
+@partial(mx.compile, shapeless=True)
+def butterfly(a: mx.array, b: mx.array, bypass: mx.array) -> mx.array:
+    return nn.silu(a) * b + bypass
 
 
 class ButterflyMLP(nn.Module):
@@ -128,7 +148,7 @@ class ButterflyMLP(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         a, b = mx.split(self.up_proj(x), 2, axis=-1)
-        return self.down_proj(nn.silu(a) * b + self.bypass_proj(x))
+        return self.down_proj(butterfly(a, b, self.bypass_proj(x)))
 
 
 class DecoderLayer(nn.Module):

@@ -13,6 +13,7 @@ its pads.
 """
 
 import warnings
+from functools import partial
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
@@ -119,5 +120,9 @@ def accumulate(values: mx.array, cache=None) -> tuple[mx.array, mx.array]:
         if previous is not None:
             sums = sums + previous
         append_sums(cache, sums)
-    count = mx.maximum(position + 1, 1).astype(mx.float32)
-    return sums, sums / count
+    return sums, means(sums, position)
+
+
+@partial(mx.compile, shapeless=True)
+def means(sums: mx.array, position: mx.array) -> mx.array:
+    return sums / mx.maximum(position + 1, 1).astype(mx.float32)
