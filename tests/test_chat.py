@@ -73,6 +73,25 @@ def test_a_stopped_answer_leaves_a_whole_cache(checkpoint, stop_after):
     assert answer == wiola_mlx.generate_text(model, tokenizer, ids, max_tokens=20)
 
 
+def test_a_reply_that_still_runs_is_closed_by_the_next(checkpoint):
+    model, tokenizer = wiola_mlx.load(checkpoint)
+    talk = Conversation(model, tokenizer, max_tokens=10)
+    running = talk.reply("a")
+    next(running)
+    whole(talk, "b")
+    assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
+    ids = talk.next_ids("c")
+    assert whole(talk, "c") == wiola_mlx.generate_text(model, tokenizer, ids, max_tokens=10)
+
+
+def test_what_cannot_be_answered_is_not_kept(templated):
+    model, tokenizer = wiola_mlx.load(templated)
+    talk = Conversation(model, tokenizer, temp=-1)
+    with pytest.raises(WiolaError, match="temp"):
+        talk.reply("a")
+    assert talk.messages == []
+
+
 def test_reset_save_and_a_system_prompt_without_template(checkpoint, tmp_path):
     model, tokenizer = wiola_mlx.load(checkpoint)
     with pytest.raises(WiolaError, match="chat template"):

@@ -114,6 +114,7 @@ def test_the_family_is_told_by_the_keys(own_checkpoint):
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"rope_theta": "inf"}, "rope_theta"),
         ({"rope_theta": 1e-300}, "rope_theta"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
         ({"spiral_alpha": -1}, "spiral_alpha"),
         ({"spiral_alpha": 1e300}, "spiral_alpha"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),

@@ -10,10 +10,17 @@ from wiola_mlx.loading import resolve
 from wiola_mlx.passthrough import checked_arguments
 
 
-@pytest.mark.parametrize("word", ["--max-kv-size", "--max-kv", "--max-kv-size=9", "--export-gguf"])
+@pytest.mark.parametrize("word", ["--max-kv-size", "--max-kv", "--max-kv-size=9"])
 def test_options_that_cannot_work_are_refused_even_shortened(word):
     with pytest.raises(WiolaError, match="not supported"):
         checked_arguments("chat", [word, "9"])
+    with pytest.raises(WiolaError, match="not supported"):
+        checked_arguments("fuse", ["--export-g"])
+
+
+def test_other_options_and_values_pass_as_they_are():
+    for argv in (["--max", "64"], ["--prompt=-hello=x"], ["--seed", "3", "-c=1"][:2]):
+        assert checked_arguments("lora", argv) == argv
 
 
 def test_a_draft_model_is_refused_for_the_server_only(checkpoint):
@@ -42,10 +49,20 @@ def test_issue_A3_code_is_refused_in_any_spelling(own_checkpoint, tmp_path):
         ["--mod", str(own_checkpoint)],
         [f"--model={own_checkpoint}"],
         ["-c", str(settings)],
+        [f"-c{settings}"],
+        ["--conf", str(settings)],
         ["--config", str(settings)],
     ):
         with pytest.raises(WiolaError, match="never run"):
             checked_arguments("lora", argv)
+
+
+def test_a_configuration_may_not_name_a_model_that_mlx_lm_would_look_for_elsewhere(tmp_path):
+    (tmp_path / "lora.yaml").write_text("model: builtin\n")
+    with pytest.raises(WiolaError, match="--model builtin"):
+        checked_arguments("lora", ["-c", str(tmp_path / "lora.yaml")])
+    with pytest.raises(WiolaError, match="no configuration file"):
+        checked_arguments("lora", ["-c", str(tmp_path / "none.yaml")])
 
 
 def test_names_are_resolved_or_refused():

@@ -52,10 +52,12 @@ def chat(args: argparse.Namespace) -> int:
     if sys.stdin.isatty():
         note("/help lists the commands; Ctrl-D leaves")
     for line in lines():
-        if line.startswith("/"):
-            obey(line, talk)
-        else:
-            answer(line, talk)
+        try:
+            obey(line, talk) if line.startswith("/") else answer(line, talk)
+        except WiolaError as error:
+            if not sys.stdin.isatty():
+                raise
+            note(f"error: {error}")
     return 0
 
 
@@ -91,19 +93,16 @@ def lines():
 
 def obey(line: str, talk):
     command, _, argument = line.partition(" ")
-    try:
-        if command == "/reset":
-            talk.reset()
-            note("a new conversation")
-        elif command == "/save" and argument.strip():
-            talk.save(Path(argument.strip()).expanduser())
-            note(f"written: {argument.strip()}")
-        elif command == "/help":
-            print(HELP)
-        else:
-            note(f"there is no command {line!r}; /help lists them")
-    except WiolaError as error:
-        note(f"error: {error}")
+    if command == "/reset":
+        talk.reset()
+        note("a new conversation")
+    elif command == "/save" and argument.strip():
+        talk.save(Path(argument.strip()).expanduser())
+        note(f"written: {argument.strip()}")
+    elif command == "/help":
+        print(HELP)
+    else:
+        note(f"there is no command {line!r}; /help lists them")
 
 
 def answer(line: str, talk):

@@ -27,26 +27,40 @@ class Conversation:
             raise WiolaError("this model has no chat template, so it takes no system prompt")
         self.model, self.tokenizer, self.system = model, tokenizer, system
         self.options = options
+        self.running: Iterator[str] = iter_nothing()
         self.reset()
 
     def reset(self):
         """Forgets all but the system prompt."""
+        self.running.close()
         self.messages = [] if self.system is None else [message("system", self.system)]
         self.text_ids: list[int] = []  # the running text, where there is no template
         self.read_ids: list[int] = []  # what the cache holds
         self.cache = self.model.make_cache()
 
     def reply(self, text: str) -> Iterator[str]:
-        """The answer to ``text``, piece by piece; closing the iterator ends it there."""
+        """The answer to ``text``, piece by piece; closing the iterator ends it there.
+
+        A reply that still runs is closed first. What cannot be answered is not kept.
+        """
+        self.running.close()
         check_text(text)
         self.messages.append(message("user", text))
-        ids = self.next_ids(text)
-        self.rewind(ids)
-        new = ids[len(self.read_ids) :]
+        try:
+            ids = self.next_ids(text)
+            self.rewind(ids)
+            new = ids[len(self.read_ids) :]
+            stream = stream_text(
+                self.model, self.tokenizer, new, prompt_cache=self.cache, **self.options
+            )
+        except WiolaError:
+            self.messages.pop()
+            raise
+        self.running = self.follow(stream, ids)
+        return self.running
+
+    def follow(self, stream: Iterator, ids: list[int]) -> Iterator[str]:
         said, tokens = "", []
-        stream = stream_text(
-            self.model, self.tokenizer, new, prompt_cache=self.cache, **self.options
-        )
         try:
             for response in stream:
                 tokens.append(response.token)
@@ -54,9 +68,11 @@ class Conversation:
                 yield response.text
         finally:
             stream.close()
+            self.settle(ids + tokens)
+            if tokens and tokens[-1] in self.tokenizer.eos_token_ids:
+                tokens.pop()  # the running text goes on behind what was said
             self.text_ids = ids + tokens
             self.messages.append(message("assistant", said))
-            self.settle(ids + tokens)
 
     def next_ids(self, text: str) -> list[int]:
         if self.tokenizer.has_chat_template:
@@ -88,6 +104,10 @@ class Conversation:
         """Writes the conversation as text to a new file, complete or not at all."""
         lines = [f"{m['role']}: {m['content']}" for m in self.messages]
         write_new(path, "\n\n".join(lines) + "\n")
+
+
+def iter_nothing() -> Iterator[str]:
+    yield from ()
 
 
 def message(role: str, content: str) -> dict:

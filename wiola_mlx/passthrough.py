@@ -12,13 +12,12 @@ from .console import note
 from .errors import WiolaError
 
 MODEL_OPTIONS = ("--model", "--hf-path", "--draft-model", "--quantized-model", "--path")
-CONFIG_OPTIONS = ("--config", "-c")
 DEAD = {
     "--max-kv-size": "a rotating cache forgets tokens that the running sums remember; "
     "use --kv-bits for a smaller cache",
-    "--export-gguf": "mlx-lm would label the file as a Llama",
 }
 DEAD_IN = {
+    ("fuse", "--export-gguf"): "mlx-lm would label the file as a Llama",
     ("server", "--draft-model"): "the server's prefix reuse cuts caches of drafted text wrongly",
 }
 
@@ -29,31 +28,41 @@ def checked_arguments(command: str, argv: list[str]) -> list[str]:
     Raises:
         WiolaError: for an option that could not work, or a model folder that is not whole or safe.
     """
-    argv = [piece for word in argv for piece in split_option(word)]
-    for word in argv:
+    words = [piece for word in argv for piece in split_option(word)]
+    for word in words:
         for option, reason in DEAD.items():
-            if means(word, option):
+            if means(word, option) and len(word) > len("--max-"):  # shorter is --max-tokens, too
                 raise WiolaError(f"{option} is not supported: {reason}")
         for (name, option), reason in DEAD_IN.items():
             if command == name and means(word, option):
                 raise WiolaError(f"{command} {option} is not supported: {reason}")
-    for place, (option, value) in enumerate(itertools.pairwise(argv), 1):
+    checked = []
+    for option, value in itertools.pairwise(["", *words]):
         if any(means(option, name) for name in MODEL_OPTIONS):
-            argv[place] = str(checked_model(value))
-        elif option in CONFIG_OPTIONS and Path(value).is_file():
+            value = str(checked_model(value))
+        elif option == "-c" or means(option, "--config"):
             check_configuration(Path(value))
-    if command == "fuse" and not any(means(word, "--dequantize") for word in argv):
-        note_rounding(argv)
-    return argv
+        checked.append(value)
+    if command == "fuse" and not any(means(word, "--dequantize") for word in words):
+        note_rounding(checked)
+    return checked
 
 
 def split_option(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--") else [word]
+    """``--model=X`` and ``-cX`` in two; other options stay whole: a value may begin with a dash."""
+    option, equals, value = word.partition("=")
+    known = (*MODEL_OPTIONS, "--config")
+    if equals and any(means(option, name) for name in known):
+        return [option, value]
+    if word.startswith("-c") and len(word) > 2:
+        return ["-c", word[2:]]
+    return [word]
 
 
 def means(word: str, option: str) -> bool:
-    """Whether argparse takes ``word`` for ``option``: it may be shortened."""
-    return word == option or (len(word) > 3 and word.startswith("--") and option.startswith(word))
+    """Whether argparse takes ``word`` for ``option``: shortened, perhaps, and with =VALUE."""
+    name = word.partition("=")[0]
+    return name == option or (len(name) > 3 and name.startswith("--") and option.startswith(name))
 
 
 def checked_model(value: str) -> Path | str:
@@ -80,12 +89,15 @@ def check_configuration(path: Path):
     """The model that a YAML configuration of ``lora`` names, by the same rules."""
     import yaml
 
+    if not path.is_file():
+        raise WiolaError(f"there is no configuration file {path}")
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise WiolaError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if isinstance(settings, dict) and isinstance(settings.get("model"), str):
-        checked_model(settings["model"])
+    model = settings.get("model") if isinstance(settings, dict) else None
+    if isinstance(model, str) and str(checked_model(model)) != model:
+        raise WiolaError(f"{path} names the model {model!r}: give it with --model {model} instead")
 
 
 def note_rounding(argv: list[str]):

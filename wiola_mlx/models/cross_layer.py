@@ -68,6 +68,8 @@ class ModelArgs(BaseModelArgs):
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, which is not above 0")
+        if self.rms_norm_eps < 0:
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}, which is below 0")
         if self.srpe_theta < 1:
             raise ValueError(f"srpe_theta is {self.srpe_theta}, which is below 1")
         if self.hidden_size % self.num_attention_heads or self.head_dim % 2:

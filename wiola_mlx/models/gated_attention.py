@@ -164,6 +164,8 @@ def kernels_fit(queries, keys, values, cache, mask) -> bool:
         return False
     if queries.dtype not in DTYPES or not queries.dtype == keys.dtype == values.dtype:
         return False
+    if cache[0].keys is not None and cache[0].keys.shape[0] != queries.shape[0]:
+        return False  # the plain path says what is wrong
     if T == 1 and isinstance(mask, mx.array) and KVCache in kinds:
         return False  # a mask that is not the cache's own
     floats = H + SIMDGROUPS * (D + 2) + 3 * D if T == 1 else 32 * (D + 1 + H + 1) + D
@@ -248,7 +250,7 @@ def run_kernel(arguments: dict, inputs: list, **call) -> list[mx.array] | None:
                 _runs[variant] = True
             return kernel and kernel(inputs=inputs, **call)
         except Exception as error:  # whatever a compiler, a driver or an old system raises
-            if all(_runs.values()):
+            if all(list(_runs.values())):
                 reason = str(error).strip().split("\n")[0]
                 warnings.warn(
                     f"Metal kernel {name} does not run, plain operations do its work: {reason}",

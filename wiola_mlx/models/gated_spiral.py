@@ -46,6 +46,8 @@ class ModelArgs(BaseModelArgs):
                 f"hidden_size {self.hidden_size} must be num_attention_heads "
                 f"{self.num_attention_heads} times an even head size"
             )
+        if self.rms_norm_eps < 0:
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}, which is below 0")
         if self.rope_theta < 1:
             raise ValueError(f"rope_theta is {self.rope_theta}, which is below 1")
         if not -1 < self.spiral_alpha < 1000:
