@@ -110,18 +110,22 @@ def convert(args: argparse.Namespace) -> int:
 def convert_to_mlx(args: argparse.Namespace):
     from wiola_mlx.errors import WiolaError
 
-    from .recipes import asked
     from .to_mlx import to_mlx
 
     options = (args.q_bits, args.q_group_size, args.q_mode, args.quant_predicate)
     if not args.quantize and any(option is not None for option in options):
         raise WiolaError("options of the quantization without -q: add -q")
-    quantize = None
-    if args.quantize:
-        quantize = asked(
-            args.q_bits, args.q_group_size, args.q_mode or "affine", args.quant_predicate
-        )
-    return to_mlx(args.source, args.target, quantize, args.dtype, args.dry_run)
+    return to_mlx(
+        args.source,
+        args.target,
+        args.q_bits,
+        args.q_group_size,
+        args.dtype,
+        mode=args.q_mode or "affine",
+        recipe=args.quant_predicate,
+        quantize=args.quantize,
+        dry_run=args.dry_run,
+    )
 
 
 def convert_to_gguf(args: argparse.Namespace):

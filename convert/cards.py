@@ -37,7 +37,6 @@ def write_texts(folder: Path, source: Source):
         write_json(folder / "special_tokens_map.json", special_tokens_map(source))
 
 
-
 def tokenizer_config(source: Source, content: bytes) -> bytes:
     """The file as it is, unless a newer transformers has rewritten it."""
     settings = parse(source.texts, "tokenizer_config.json")
@@ -83,7 +82,11 @@ def write_card(folder: Path, source: Source, layout: str, facts: list[str]):
         "",
     ]
     if layout == "MLX":
-        lines += ['    import wiola_mlx', f'    model, tokenizer = wiola_mlx.load("{folder.name}")', ""]
+        lines += [
+            "    import wiola_mlx",
+            f'    model, tokenizer = wiola_mlx.load("{folder.name}")',
+            "",
+        ]
     if body := FRONT_MATTER.sub("", card).strip():
         lines += ["## The source's card", "", body, ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

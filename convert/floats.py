@@ -48,21 +48,21 @@ def bfloat16_bits(x: np.ndarray) -> np.ndarray:
 
 def float16_bits(x: np.ndarray) -> np.ndarray:
     bits = x.view(np.uint32)
-    magnitude = bits & np.uint32(0x7FFFFFFF)
-    normal = magnitude >> 13
-    normal &= 1
-    normal += magnitude
-    normal -= np.uint32((112 << 23) - 0xFFF)  # the exponent's bias goes from 127 to 15
-    normal >>= 13
-    np.minimum(normal, 0x7C00, out=normal)
+    out = bits & np.uint32(0x7FFFFFFF)
+    small = np.flatnonzero(out < SMALLEST_NORMAL)
     # float32 has 2^-24 as the last place of 0.5, and so has float16 below 2^-14
-    small = magnitude.view(np.float32) + HALF
-    small = small.view(np.uint32) - HALF.view(np.uint32)
-    np.copyto(normal, small, where=magnitude < SMALLEST_NORMAL)
+    tiny = (out[small].view(np.float32) + HALF).view(np.uint32) - HALF.view(np.uint32)
+    odd = out >> 13
+    odd &= 1
+    out += odd
+    out -= np.uint32((112 << 23) - 0xFFF)  # the exponent's bias goes from 127 to 15
+    out >>= 13
+    out[small] = tiny
+    np.minimum(out, 0x7C00, out=out)
     sign = bits >> 16
     sign &= 0x8000
-    normal |= sign
-    return normal
+    out |= sign
+    return out
 
 
 def from_float32(x: np.ndarray, kind: str) -> np.ndarray:

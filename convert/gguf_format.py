@@ -21,6 +21,7 @@ MOST_DIMENSIONS = 4
 LONGEST_KEY = 65535
 STRING, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+PLAIN = {"u32": "I", "i32": "i", "f32": "f", "bool": "?"}
 CODES = {"u32": 4, "i32": 5, "f32": 6, "bool": BOOL, "str": STRING}
 
 
@@ -213,9 +214,9 @@ def encode_header(metadata: list[tuple[str, str, object]], records: list[Record]
     pieces = [MAGIC, struct.pack("<IQQ", VERSION, len(records), len(metadata))]
     for key, kind, value in metadata:
         pieces += [encode_text(key), encode_value(kind, value)]
-    for record in records:
-        from gguf.constants import GGMLQuantizationType
+    from gguf.constants import GGMLQuantizationType
 
+    for record in records:
         dimensions = record.shape or (1,)
         pieces += [
             encode_text(record.name),
@@ -236,10 +237,12 @@ def encode_value(kind: str, value) -> bytes:
         return struct.pack("<I", CODES[kind]) + encode_plain(kind, value)
     kind = kind.strip("[]")
     start = struct.pack("<IIQ", ARRAY, CODES[kind], len(value))
-    return start + b"".join(encode_plain(kind, item) for item in value)
+    if kind == "str":
+        return start + b"".join(map(encode_text, value))
+    return start + struct.pack(f"<{len(value)}{PLAIN[kind]}", *value)
 
 
 def encode_plain(kind: str, value) -> bytes:
     if kind == "str":
         return encode_text(value)
-    return struct.pack("<" + {"u32": "I", "i32": "i", "f32": "f", "bool": "?"}[kind], value)
+    return struct.pack("<" + PLAIN[kind], value)

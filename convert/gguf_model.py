@@ -23,7 +23,7 @@ def read_weights(path: Path) -> tuple[dict[str, mx.array], dict]:
     report = Report(source.name, "")
     plan = plan_mlx(source, None, None, set(), report)
     if report.kept:
-        warnings.warn("; ".join(report.kept), stacklevel=2)
+        warnings.warn("; ".join(report.kept_lines()), stacklevel=2)
     weights = {}
     for job in plan.jobs:
         weights |= arrays_of(job)
@@ -31,7 +31,8 @@ def read_weights(path: Path) -> tuple[dict[str, mx.array], dict]:
 
 
 def arrays_of(job: Job) -> dict[str, mx.array]:
-    chunks = [encode(job.tensor, arrays, job.target) for arrays in job.tensor.chunks()]
+    tensor = job.tensor
+    chunks = [encode(tensor, tensor.read(*span), job.target) for span in tensor.spans()]
     parts = parts_of(job.tensor, job.target)
     arrays = {}
     for i, (name, (dtype, _)) in enumerate(zip(job.names, parts, strict=True)):

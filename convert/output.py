@@ -1,5 +1,6 @@
 """Writing, alike for every conversion: checked first, complete or absent, and read back."""
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +19,16 @@ import numpy as np
 
 from wiola_mlx.errors import WiolaError
 
+from .blocks import Packing
 from .floats import DTYPES
 from .source import Source, safetensors_parts
-from .tensors import Part, Target, Tensor, TooLarge, encode, parts_of
+from .tensors import FLOATS, Part, Target, Tensor, TooLarge, encode, parts_of
 
 SHARD_BYTES = 5_000_000_000
 SHA256_UP_TO = 1 << 28  # bytes; beyond, BLAKE3, which keeps pace with copying on any processor
 SPARE_BYTES = 1 << 20
+WORKERS = 2
+AHEAD = 6  # pieces of a megabyte or so that wait to be written
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,15 @@ def staged(target: Path, folder: bool) -> Iterator[Path]:
 
 
 class Manifest:
-    """Hashes of the source's files, computed in a thread while the weights are converted."""
+    """Hashes of the source's files, computed in a thread while the weights are converted.
+
+    ``blank`` has zeros in their places, so that a header can be written first and filled in.
+    """
 
     def __init__(self, files: list[Path]):
         self.files = files
-        self.hashes = {file.name: f"{self.method(file)}:{'0' * 64}" for file in files}
+        self.blank = {file.name: f"{self.method(file)}:{'0' * 64}" for file in files}
+        self.hashes = {}
         self.error = None
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -156,13 +165,14 @@ def write_jobs(jobs: list[Job], progress: Progress) -> dict[str, bytes]:
     """
     digests, too_large = {}, []
     with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
         opened = {
-            path: stack.enter_context(path.open("r+b"))
+            path: stack.enter_context(path.open("r+b", buffering=0))
             for path in {part.path for job in jobs for part in job.parts}
         }
         for job in jobs:
             try:
-                digests |= write_job(job, opened)
+                digests |= write_job(job, opened, pool)
             except TooLarge:
                 too_large.append(job.tensor.name)
             progress.add(job.nbytes)
@@ -171,22 +181,52 @@ def write_jobs(jobs: list[Job], progress: Progress) -> dict[str, bytes]:
     return digests
 
 
-def write_job(job: Job, opened: dict) -> dict[str, bytes]:
+def write_job(job: Job, opened: dict, pool: ThreadPoolExecutor) -> dict[str, bytes]:
     hashers = [new_hasher("blake3")() for _ in job.parts]
     places = [part.offset for part in job.parts]
-    for arrays in job.tensor.chunks():
-        encoded = encode(job.tensor, arrays, job.target)
+    for encoded in encoded_pieces(job, pool):
         for i, (part, array) in enumerate(zip(job.parts, encoded, strict=True)):
             data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-            file = opened[part.path]
-            file.seek(places[i])
-            file.write(data)
+            write_all(opened[part.path], data, places[i])
             places[i] += data.nbytes
             hashers[i].update(data)
     for part, place, name in zip(job.parts, places, job.names, strict=True):
         if place != part.offset + part.nbytes:
             raise WiolaError(f"internal error: {name} has {place - part.offset} bytes")
     return {name: h.digest() for name, h in zip(job.names, hashers, strict=True)}
+
+
+def encoded_pieces(job: Job, pool: ThreadPoolExecutor) -> Iterator[list[np.ndarray]]:
+    """What ``encode`` gives for all rows in turn; made in threads, in order."""
+
+    def make(span: tuple[int, int]) -> list[np.ndarray]:
+        return encode(job.tensor, job.tensor.read(*span), job.target)
+
+    if uses_mlx(job):  # its streams belong to the thread that made them
+        yield from map(make, job.tensor.spans())
+        return
+    waiting = collections.deque()
+    try:
+        for span in job.tensor.spans():
+            waiting.append(pool.submit(make, span))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def uses_mlx(job: Job) -> bool:
+    return isinstance(job.target.encoding, Packing) and job.tensor.encoding in FLOATS
+
+
+def write_all(file, data: np.ndarray, place: int):
+    file.seek(place)
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
 
 
 def read_back(parts: dict[str, Part], digests: dict[str, bytes]):
@@ -214,7 +254,7 @@ def write_safetensors(
     weight_map = {}
     for name, shard in zip(names, shards, strict=True):
         path = folder / name
-        header, placed = lay_out(path, shard, {**metadata, "sources": manifest.hashes})
+        header, placed = lay_out(path, shard, {**metadata, "sources": manifest.blank})
         path.write_bytes(header)
         digests = write_jobs(placed, progress)
         header, _ = lay_out(path, shard, {**metadata, "sources": manifest.finish()})
@@ -251,9 +291,7 @@ def lay_out(path: Path, jobs: list[Job], metadata: dict) -> tuple[bytes, list[Jo
     arrays = [
         (name, job, dtype, width)
         for job in jobs
-        for name, (dtype, width) in zip(
-            job.names, parts_of(job.tensor, job.target), strict=True
-        )
+        for name, (dtype, width) in zip(job.names, parts_of(job.tensor, job.target), strict=True)
     ]
     arrays.sort(key=lambda a: (-np.dtype(DTYPES[a[2]]).itemsize, a[0]))  # aligned, as by the spec
     for name, job, dtype, width in arrays:

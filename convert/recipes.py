@@ -38,14 +38,14 @@ class Quantize:
             shape = source.tensors[f"{path}.weight"].shape
             packing = predicate(path)
             if shape[-1] % packing.group_size:
-                report.kept.append(
-                    f"{path} {list(shape)} is not quantized: "
-                    f"groups of {packing.group_size} do not divide its rows"
+                report.keep(
+                    f"not quantized, because groups of {packing.group_size} do not divide the rows",
+                    f"{path} {list(shape)}",
                 )
             else:
                 choices[path] = packing
         if not choices:
-            raise WiolaError("nothing can be quantized: " + "; ".join(report.kept))
+            raise WiolaError("nothing can be quantized: " + "; ".join(report.kept_lines()))
         return choices
 
     def predicate(self, source: Source):

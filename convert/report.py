@@ -14,16 +14,21 @@ class Report:
     """One conversion.
 
     Attributes:
-        kept: what stays at a higher precision than asked for, and why.
+        kept: what is not as asked for: a reason, and the tensors or layers it applies to.
         notes: what else its user should know.
+        config: the saved config, of an MLX folder.
     """
 
     source: str
     target: str
     tensors: list[dict] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+    kept: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     dry_run: bool = False
+    config: dict = field(default_factory=dict)
+
+    def keep(self, reason: str, what: str):
+        self.kept.setdefault(reason, []).append(what)
 
     def add(self, jobs: list[Job]):
         for job in jobs:
@@ -85,9 +90,12 @@ class Report:
             f"{self.nbytes / 1e6:.1f} MB, {self.bits_per_weight:.3f} bits a weight"
         )
 
+    def kept_lines(self) -> list[str]:
+        return [f"{reason}: {', '.join(names)}" for reason, names in self.kept.items()]
+
     def tell(self):
         """What matters, on stderr."""
-        for line in (*self.kept, *self.notes):
+        for line in (*self.kept_lines(), *self.notes):
             note(f"note: {line}")
         if not self.dry_run:
             note(self.summary())

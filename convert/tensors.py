@@ -82,15 +82,15 @@ class Tensor:
         """The dtype of a packing's scales."""
         return self.parts[1].dtype
 
-    def chunks(self) -> Iterator[list[np.ndarray]]:
-        """All rows in turn, as stored: one array a part."""
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """All rows in turn, some at a time: first and end."""
         step = max(1, CHUNK // max(1, self.size // self.rows))
         for start in range(0, self.rows, step):
-            stop = min(start + step, self.rows)
-            yield [part.read(start, stop) for part in self.parts]
+            yield start, min(start + step, self.rows)
 
-    def whole(self) -> list[np.ndarray]:
-        return [part.read(0, part.rows) for part in self.parts]
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        """Rows as stored, one array a part."""
+        return [part.read(start, stop) for part in self.parts]
 
 
 def decode(tensor: Tensor, arrays: list[np.ndarray]) -> np.ndarray:
@@ -98,10 +98,14 @@ def decode(tensor: Tensor, arrays: list[np.ndarray]) -> np.ndarray:
     if isinstance(tensor.encoding, Packing):
         return blocks.packed_to_float32(packed(tensor, arrays), tensor.encoding)
     if tensor.encoding in FLOATS:
-        if not all_finite(arrays[0], tensor.encoding):
-            raise WiolaError(f"NaN or infinity in the weights: {tensor.name}")
+        check_finite(tensor, arrays[0], tensor.encoding)
         return to_float32(arrays[0], tensor.encoding)
     return dequantize(tensor, arrays[0])
+
+
+def check_finite(tensor: Tensor, x: np.ndarray, kind: str):
+    if not all_finite(x, kind):
+        raise WiolaError(f"NaN or infinity in the weights: {tensor.name}")
 
 
 def dequantize(tensor: Tensor, raw: np.ndarray) -> np.ndarray:
@@ -114,8 +118,7 @@ def dequantize(tensor: Tensor, raw: np.ndarray) -> np.ndarray:
     except NotImplementedError as error:
         raise WiolaError(f"{tensor.name} is {tensor.encoding}, which cannot be read") from error
     x = np.ascontiguousarray(x, np.float32)
-    if not all_finite(x, "F32"):
-        raise WiolaError(f"NaN or infinity in the weights: {tensor.name}")
+    check_finite(tensor, x, "F32")
     return x
 
 
@@ -125,8 +128,7 @@ def packed(tensor: Tensor, arrays: list[np.ndarray]) -> Packed:
     if tensor.encoding.mode != "affine":
         return Packed(weight, numbers[0], None)
     for array in numbers:
-        if not all_finite(array, tensor.scales):
-            raise WiolaError(f"NaN or infinity in the weights: {tensor.name}")
+        check_finite(tensor, array, tensor.scales)
     return Packed(weight, *(to_float32(array, tensor.scales) for array in numbers))
 
 
@@ -168,16 +170,27 @@ def encode(tensor: Tensor, arrays: list[np.ndarray], target: Target) -> list[np.
         return quantize_mlx(tensor, arrays, to, scales)
     if target.mapped:
         return [blocks.from_mlx(packed(tensor, arrays), tensor.encoding, to)]
+    if tensor.encoding in FLOATS and to in FLOATS:
+        return [recast(tensor, arrays[0], to)]
     x = decode(tensor, arrays)
     return [narrow(x, to)] if to in FLOATS else [quantize_blocks(x, to)]
+
+
+def recast(tensor: Tensor, x: np.ndarray, kind: str) -> np.ndarray:
+    """One float dtype to another; looks at the source only if the result is not finite."""
+    y = from_float32(to_float32(x, tensor.encoding), kind)
+    if not all_finite(y, kind):
+        check_finite(tensor, x, tensor.encoding)
+        raise TooLarge
+    return y
 
 
 def same_encoding(tensor: Tensor, arrays: list[np.ndarray], scales: str) -> list[np.ndarray]:
     if isinstance(tensor.encoding, Packing):
         whole = packed(tensor, arrays)
         return arrays if scales == tensor.scales else with_scales(whole, tensor.encoding, scales)
-    if tensor.encoding in FLOATS and not all_finite(arrays[0], tensor.encoding):
-        raise WiolaError(f"NaN or infinity in the weights: {tensor.name}")
+    if tensor.encoding in FLOATS:
+        check_finite(tensor, arrays[0], tensor.encoding)
     return arrays
 
 

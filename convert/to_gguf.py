@@ -36,6 +36,10 @@ FILE_TYPES = {
     "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "BF16": 32,
 }  # fmt: skip
 GUESSED = 1024  # llama.cpp's "type guessed": of no single type
+NOT_EXACT = (
+    "no GGUF type holds {} bits with {} scales exactly, so they become F16, rounded "
+    "(--type f32 does not round)"
+)
 READERS = (
     "the file is for wiola_mlx and for programs that know the architecture {}: "
     "llama.cpp, Ollama and LM Studio do not"
@@ -82,7 +86,7 @@ def to_gguf(source, target, kind: str | None = None, dry_run: bool = False) -> R
                 write(made, opened, jobs, metadata)
             return report
         except Overflow as overflow:
-            warn_overflow(overflow.names, kind or "float16")
+            warn_overflow(overflow.names, kind or "F16")
             wide |= set(overflow.names)
 
 
@@ -116,14 +120,14 @@ def target_of(
     if kind in FLOATS or tensor.encoding == kind:
         return Target(kind)
     if tensor.shape[-1] % block_size(kind)[0]:
-        report.kept.append(
-            f"{tensor.name} {list(tensor.shape)} stays F16: its rows are no multiple of "
-            f"{block_size(kind)[0]}, the block of {kind}"
+        report.keep(
+            f"F16, because rows are no multiple of {block_size(kind)[0]}, the block of {kind}",
+            f"{tensor.name} {list(tensor.shape)}",
         )
         return Target("F16")
     mapped = isinstance(tensor.encoding, Packing) and exact_block(tensor) == kind
     if tensor.encoding not in FLOATS and not mapped:
-        report.kept.append(f"{tensor.name} was quantized before: {kind} rounds it once more")
+        report.keep(f"quantized before, and {kind} rounds them once more", tensor.name)
     return Target(kind, mapped=mapped)
 
 
@@ -137,17 +141,15 @@ def own_target(tensor: Tensor, report: Report) -> Target:
         return Target(tensor.encoding)
     exact = exact_block(tensor)
     if exact is None:
-        report.kept.append(
-            f"{tensor.name} ({tensor.encoding.bits} bits) has no exact GGUF type: "
-            "dequantized to F16, which rounds it (F32 does not)"
-        )
+        report.keep(NOT_EXACT.format(tensor.encoding.bits, tensor.scales), tensor.name)
     return Target(exact or "F16", mapped=exact is not None)
 
 
 def exact_block(tensor: Tensor) -> str | None:
     if tensor.encoding.mode != "affine":
         return exact_type(None, None, tensor.encoding)
-    whole = packed(tensor, [np.empty(0), *(p.read(0, p.rows) for p in tensor.parts[1:])])
+    numbers = [part.read(0, part.rows) for part in tensor.parts[1:]]
+    whole = packed(tensor, [np.empty(0), *numbers])
     return exact_type(whole.scales, whole.biases, tensor.encoding)
 
 
@@ -192,21 +194,28 @@ def write(path: Path, source: Source, jobs: list[Job], metadata: list):
     manifest = Manifest(source.files)
     factors = rope_factors(source)
     records, placed = lay_out(path, jobs, factors)
-    header = encode_header(with_hashes(metadata, source, manifest.hashes), records)
+    header = encode_header(with_hashes(metadata, source, manifest.blank), records)
     placed = [moved(job, len(header)) for job in placed]
     progress = Progress(sum(job.nbytes for job in jobs))
     path.write_bytes(header)
     digests = write_jobs(placed, progress)
     with path.open("r+b") as file:
+        file.write(filled_in(header, manifest))  # the same length: only the hashes are new
         if factors is not None:
-            file.seek(len(header))
             file.write(factors.tobytes())
             digests[ROPE_FACTORS] = new_hasher("blake3")(factors.tobytes()).digest()
-        file.seek(0)
-        file.write(encode_header(with_hashes(metadata, source, manifest.finish()), records))
         file.truncate(len(header) + aligned(records[-1].offset + records[-1].nbytes))
     progress.end()
     compare(path, with_hashes(metadata, source, manifest.hashes), records, len(header), digests)
+
+
+def filled_in(header: bytes, manifest: Manifest) -> bytes:
+    """The header with the hashes of the source in place of zeros."""
+    blank = [f"{name} {digest}".encode() for name, digest in manifest.blank.items()]
+    found = [f"{name} {digest}".encode() for name, digest in manifest.finish().items()]
+    for old, new in zip(blank, found, strict=True):
+        header = header.replace(old, new, 1)
+    return header
 
 
 def rope_factors(source: Source) -> np.ndarray | None:

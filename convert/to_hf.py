@@ -3,10 +3,8 @@
 from pathlib import Path
 
 from wiola_mlx import __version__
-from wiola_mlx.errors import WiolaError
 
 from .cards import config_with_dtype, write_card, write_texts
-from .options import DTYPES
 from .output import (
     Job,
     Manifest,
@@ -20,12 +18,12 @@ from .output import (
 from .report import Report, warn_overflow
 from .source import Source, open_source
 from .tensors import FLOATS, Target, Tensor
-from .to_mlx import facts_of, main_dtype
+from .to_mlx import dtype_named, facts_of, main_dtype
 
 METADATA = {"format": "pt", "converter": f"wiola_mlx {__version__}"}  # transformers wants "pt"
 
 
-def to_hf(source, target, dtype: str | None = None, dry_run: bool = False) -> Report:
+def to_hf(source, target, dtype=None, dry_run: bool = False) -> Report:
     """Writes a folder as the PyTorch packages save and load it.
 
     Args:
@@ -38,17 +36,15 @@ def to_hf(source, target, dtype: str | None = None, dry_run: bool = False) -> Re
     Raises:
         WiolaError: for a source or a target that is not usable, before anything is written.
     """
-    target = Path(target).expanduser()
-    if dtype is not None and dtype not in DTYPES:
-        raise WiolaError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    target, kind = Path(target).expanduser(), dtype_named(dtype)
     opened = open_source(source)
     wide = set()
     while True:
         report = Report(opened.name, str(target), dry_run=dry_run, notes=list(opened.notes))
-        jobs = [job_of(opened, t, DTYPES.get(dtype), wide) for t in opened.tensors.values()]
+        jobs = [job_of(opened, t, kind, wide) for t in opened.tensors.values()]
         report.add(jobs)
         if opened.quantized:
-            report.notes.append(f"quantized weights are dequantized to {dtype or 'float32'}")
+            report.notes.append(f"quantized weights are dequantized to {kind or 'F32'}")
         check_target(opened, target, report.nbytes)
         if dry_run:
             return report
@@ -57,7 +53,7 @@ def to_hf(source, target, dtype: str | None = None, dry_run: bool = False) -> Re
                 write(made, opened, jobs, report)
             return report
         except Overflow as overflow:
-            warn_overflow(overflow.names, dtype or "float16")
+            warn_overflow(overflow.names, kind or "F16")
             wide |= set(overflow.names)
 
 

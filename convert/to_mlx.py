@@ -1,5 +1,6 @@
 """Any source to an MLX folder: quantized if asked, packed GGUF types kept packed."""
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from .output import (
     write_json,
     write_safetensors,
 )
-from .recipes import Quantize
+from .recipes import Quantize, asked
 from .report import Report, warn_overflow
 from .source import Source, open_source
 from .tensors import FLOATS, Target, Tensor, named
@@ -37,8 +38,13 @@ class Plan:
 def to_mlx(
     source,
     target,
-    quantize: Quantize | None = None,
-    dtype: str | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    dtype=None,
+    *,
+    mode: str = "affine",
+    recipe: str | None = None,
+    quantize: bool = False,
     dry_run: bool = False,
 ) -> Report:
     """Writes a folder that ``wiola_mlx.load`` and mlx-lm read.
@@ -46,8 +52,11 @@ def to_mlx(
     Args:
         source: a model folder, a GGUF file, a Hub id or "builtin".
         target: a folder that does not exist yet; it appears only when it is complete.
-        quantize: how; None keeps the weights as they are, packed ones too.
-        dtype: "float32", "float16" or "bfloat16"; by default the tensors' own.
+        bits, group_size, mode: how to quantize; without any of these and of the next two, the
+            weights stay as they are, packed ones too.
+        recipe: mlx-lm's "mixed_3_6" and the like, or "small_4_6", the default here.
+        quantize: by the default recipe, if nothing else is asked for.
+        dtype: "float32", "float16" or "bfloat16", or MLX's; by default the tensors' own.
         dry_run: only plan.
 
     Returns:
@@ -56,15 +65,19 @@ def to_mlx(
     Raises:
         WiolaError: for a source or a target that is not usable, before anything is written.
     """
-    target = Path(target).expanduser()
-    if dtype is not None and dtype not in DTYPES:
-        raise WiolaError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    target, kind = Path(target).expanduser(), dtype_named(dtype)
+    how = None
+    if quantize or bits is not None or recipe is not None or mode != "affine":
+        how = asked(bits, group_size, mode, recipe)
+    elif group_size is not None:
+        raise WiolaError("a group size without quantization changes nothing: give the bits, too")
     opened = open_source(source)
     wide = set()
     while True:
         report = Report(opened.name, str(target), dry_run=dry_run, notes=list(opened.notes))
-        plan = plan_mlx(opened, quantize, DTYPES.get(dtype), wide, report)
+        plan = plan_mlx(opened, how, kind, wide, report)
         report.add(plan.jobs)
+        report.config = plan.config
         check_target(opened, target, report.nbytes)
         if dry_run:
             return report
@@ -73,8 +86,18 @@ def to_mlx(
                 write(made, opened, plan, report)
             return report
         except Overflow as overflow:
-            warn_overflow(overflow.names, dtype or "float16")
+            warn_overflow(overflow.names, kind or "F16")
             wide |= set(overflow.names)
+
+
+def dtype_named(dtype) -> str | None:
+    """ "F32", "F16" or "BF16" of a dtype's name or of MLX's dtype; None of None."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("mlx.core.")
+    if name not in DTYPES:
+        raise WiolaError(f"the dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def plan_mlx(
@@ -82,9 +105,7 @@ def plan_mlx(
 ) -> Plan:
     """A job for each tensor, and the config that describes the result."""
     if quantize is not None and source.quantized:
-        raise WiolaError(
-            f"{source.path} is quantized already; quantize from the original weights"
-        )
+        raise WiolaError(f"{source.path} is quantized already; quantize from the original weights")
     choices = quantize.choose(source, report) if quantize else {}
     jobs = []
     for tensor in source.tensors.values():
@@ -111,9 +132,7 @@ def kept_target(source: Source, tensor: Tensor, dtype: str | None, report: Repor
     layer = tensor.name.removesuffix(".weight")
     if packing and layer in source.modules and tensor.shape[-1] % packing.group_size == 0:
         return Target(packing, dtype or "F32")  # float32: the products of a block are exact in it
-    report.kept.append(
-        f"{tensor.name} is {tensor.encoding}, which MLX cannot hold packed: dequantized"
-    )
+    report.keep(f"{tensor.encoding} has no packed form in MLX, so dequantized", tensor.name)
     return Target(dtype or "F32")
 
 
@@ -139,10 +158,10 @@ def config_of(source: Source, jobs: list[Job], quantize: Quantize | None) -> dic
     if most is None or most not in packings.values():
         most = Counter(packings.values()).most_common(1)[0][0]
     quantization = settings(most)
-    for path in source.modules:
-        if path not in packings:
+    for path in (name.removesuffix(".weight") for name in source.tensors):
+        if path in source.modules and path not in packings:
             quantization[path] = False
-        elif packings[path] != most:
+        elif packings.get(path, most) != most:
             quantization[path] = settings(packings[path])
     return {**config, "quantization": quantization, "quantization_config": quantization}
 
@@ -179,5 +198,14 @@ def facts_of(jobs: list[Job], report: Report) -> list[str]:
     return [
         f"{report.parameters:,} parameters ({shares})",
         f"{report.bits_per_weight:.3f} bits a weight, {report.nbytes / 1e6:.1f} MB",
-        *report.kept,
+        *card_lines(report),
     ]
+
+
+def card_lines(report: Report) -> list[str]:
+    """What was kept, with * for the number of a layer."""
+    lines = []
+    for reason, names in report.kept.items():
+        short = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+        lines.append(f"{reason}: {', '.join(short)}")
+    return lines
