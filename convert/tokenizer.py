@@ -74,18 +74,16 @@ def bpe_metadata(tokenizer: dict, size: int) -> tuple[list[str], list[int], list
     by_id |= {entry["id"]: entry["content"] for entry in added}
     kinds = {e["id"]: CONTROL if e.get("special") else USER_DEFINED for e in added}
     tokens, types = fill(by_id, kinds, size)
+    entries = [
+        ("tokenizer.ggml.model", "str", "gpt2"),
+        ("tokenizer.ggml.pre", "str", pre_tokenizer_name(tokenizer)),
+        ("tokenizer.ggml.tokens", "[str]", tokens),
+        ("tokenizer.ggml.token_type", "[i32]", types),
+    ]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
-    return (
-        tokens,
-        types,
-        [
-            ("tokenizer.ggml.model", "str", "gpt2"),
-            ("tokenizer.ggml.pre", "str", pre_tokenizer_name(tokenizer)),
-            ("tokenizer.ggml.tokens", "[str]", tokens),
-            ("tokenizer.ggml.token_type", "[i32]", types),
-            ("tokenizer.ggml.merges", "[str]", merges),
-        ],
-    )
+    if merges:  # gguf-py cannot write an empty array
+        entries.append(("tokenizer.ggml.merges", "[str]", merges))
+    return tokens, types, entries
 
 
 def pre_tokenizer_name(tokenizer: dict) -> str:
@@ -226,7 +224,7 @@ def rebuild(metadata: dict):
         raise WiolaError(f"unknown pre-tokenizer: {metadata.get('tokenizer.ggml.pre')!r}")
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     except Exception as error:  # tokenizers raises bare Exception
