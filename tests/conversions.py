@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import tiny
@@ -75,3 +76,27 @@ def arrays(folder: Path) -> dict[str, np.ndarray]:
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def rewrite(path, target, drop: str = "\0", changes: dict | None = None, tensor=None):
+    """A GGUF file again by gguf-py's writer, with less or other metadata, or another tensor.
+
+    Args:
+        tensor: (name, raw data, type) of one to replace.
+    """
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture" or drop in key:
+            continue
+        kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(key, (changes or {}).get(key, field.contents()), kind, sub)
+    for found in reader.tensors:
+        data, kind = found.data, found.tensor_type
+        if tensor and found.name == tensor[0]:
+            _, data, kind = tensor
+        writer.add_tensor(found.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

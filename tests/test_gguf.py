@@ -17,6 +17,7 @@ from conversions import (
     arrays,
     random_checkpoint,
     reference,
+    rewrite,
     small_config,
     tensors,
     with_released_tokenizer,
@@ -218,30 +219,6 @@ def test_a_file_without_the_sources_config_gives_the_same_model(tmp_path):
         original = small_config(name)
         assert config["rms_norm_eps"] == original["rms_norm_eps"] == 1e-6
         assert mx.array_equal(model(IDS), wiola_mlx.load_model(reference(name))[0](IDS)).item()
-
-
-def rewrite(path, target, drop: str = "\0", changes: dict | None = None, tensor=None):
-    """A GGUF file again by gguf-py's writer, with less or other metadata, or another tensor.
-
-    Args:
-        tensor: (name, raw data, type) of one to replace.
-    """
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture" or drop in key:
-            continue
-        kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(key, (changes or {}).get(key, field.contents()), kind, sub)
-    for found in reader.tensors:
-        data, kind = found.data, found.tensor_type
-        if tensor and found.name == tensor[0]:
-            _, data, kind = tensor
-        writer.add_tensor(found.name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_metadata_that_contradicts_itself_is_refused(checkpoint, tmp_path):
