@@ -310,13 +310,16 @@ def lay_out(path: Path, jobs: list[Job], metadata: dict) -> tuple[bytes, list[Jo
 
 def check_header(path: Path, jobs: list[Job]):
     """The header as the safetensors library reads it holds the shapes that were meant."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="numpy") as file:
-        for job in jobs:
-            shape = tuple(file.get_slice(job.names[0]).get_shape())
-            if len(job.names) == 1 and shape != job.tensor.shape:
-                raise WiolaError(f"{job.names[0]} was written as {list(shape)}")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise WiolaError(f"the written {path.name} holds less than it should: {error}") from error
+    for job in jobs:
+        if len(job.names) == 1 and shapes.get(job.names[0]) != job.tensor.shape:
+            raise WiolaError(f"{job.names[0]} was written as {shapes.get(job.names[0])}")
 
 
 def write_json(path: Path, content: dict):

@@ -37,7 +37,7 @@ FILE_TYPES = {
 }  # fmt: skip
 GUESSED = 1024  # llama.cpp's "type guessed": of no single type
 NOT_EXACT = (
-    "no GGUF type holds {} bits with {} scales exactly, so they become F16, rounded "
+    "no GGUF type holds {} bits, scales {}, exactly, so they become F16, rounded "
     "(--type f32 does not round)"
 )
 READERS = (
@@ -146,8 +146,10 @@ def own_target(tensor: Tensor, report: Report) -> Target:
 
 
 def exact_block(tensor: Tensor) -> str | None:
+    """The block type that holds a packed weight as it is; None if there is none."""
     if tensor.encoding.mode != "affine":
-        return exact_type(None, None, tensor.encoding)
+        kind = exact_type(None, None, tensor.encoding)
+        return kind if kind and tensor.shape[-1] % block_size(kind)[0] == 0 else None
     numbers = [part.read(0, part.rows) for part in tensor.parts[1:]]
     whole = packed(tensor, [np.empty(0), *numbers])
     return exact_type(whole.scales, whole.biases, tensor.encoding)

@@ -1,20 +1,40 @@
 """Helpers of the conversion tests: sources of both families, and tensors as bytes."""
 
+import contextlib
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import gguf
 import mlx.core as mx
 import numpy as np
+import pytest
 import tiny
 from conftest import ROOT
 from mlx.utils import tree_flatten
 from wiola_mlx.convert.source import safetensors_parts
+from wiola_mlx.convert.to_gguf import to_gguf
+from wiola_mlx.convert.to_hf import to_hf
+from wiola_mlx.convert.to_mlx import to_mlx
 
+import wiola_mlx
 from wiola_mlx.models import wiola
 
+CONVERSIONS = {
+    "to-mlx": (to_mlx, "mlx"),
+    "to-hf": (to_hf, "hf"),
+    "to-gguf": (to_gguf, "x.gguf"),
+}
+every_conversion = pytest.mark.parametrize("convert, name", CONVERSIONS.values(), ids=CONVERSIONS)
+IDS = mx.array([[5, 9, 200, 41]])
 REFERENCES = sorted(path.name for path in (ROOT / "tests" / "reference").iterdir())
+
+
+def logits(path, **options) -> mx.array:
+    """Of a few tokens, by the model in a folder or a GGUF file."""
+    return wiola_mlx.load_model(path, **options)[0](IDS)
 
 
 def reference(name: str) -> Path:
@@ -100,3 +120,14 @@ def rewrite(path, target, drop: str = "\0", changes: dict | None = None, tensor=
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def dump(path) -> str:
+    """What ``gguf-dump`` prints of a file."""
+    from gguf.scripts.gguf_dump import main
+
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", ["gguf-dump", str(path)])
+        main()
+    return printed.getvalue()
