@@ -8,7 +8,7 @@ import numpy as np
 from wiola_mlx.checkpoint import check_config
 from wiola_mlx.errors import WiolaError
 
-from .families import Family, family_of_architecture
+from .families import Family, complete_config, family_of_architecture
 from .gguf_format import Contents, Record, read_gguf
 from .source import Source, expected, model_for, refuse
 from .tensors import FLOATS, Part, Tensor, row_bytes
@@ -27,10 +27,10 @@ def open_gguf(path: Path) -> Source:
     metadata = contents.metadata
     family = family_of_architecture(metadata.get("general.architecture"))
     config = config_of(contents, family)
-    check_rope_factors(contents, family, config)
     records = {n: r for n, r in contents.records.items() if n != ROPE_FACTORS}
     names = {family.from_gguf_name(name) or name: name for name in records}
     shapes, modules = expected(model_for(config, names, path))
+    check_rope_factors(contents, family, complete_config(config))
     amiss = [
         f"{records[gguf].name} is {list(records[gguf].shape)}, the metadata needs {list(shape)}"
         for name, shape in shapes.items()
@@ -143,7 +143,8 @@ def add_token_ids(config: dict, metadata: dict, prefix: str, source: dict):
             config[f"{role}_token_id"] = i
     if (i := metadata.get("tokenizer.ggml.padding_token_id")) is not None:
         config["pad_token_id"] = i
-    if stops := metadata.get(f"{prefix}.stop_token_ids"):
+    stops = metadata.get(f"{prefix}.stop_token_ids")
+    if isinstance(stops, list) and stops:
         config["eos_token_id"] = stops if len(stops) > 1 else stops[0]
 
 

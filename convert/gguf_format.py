@@ -213,7 +213,10 @@ def encode_header(metadata: list[tuple[str, str, object]], records: list[Record]
     """
     pieces = [MAGIC, struct.pack("<IQQ", VERSION, len(records), len(metadata))]
     for key, kind, value in metadata:
-        pieces += [encode_text(key), encode_value(kind, value)]
+        try:
+            pieces += [encode_text(key), encode_value(kind, value)]
+        except (struct.error, OverflowError) as error:
+            raise WiolaError(f"{key} is {value!r}, which GGUF cannot hold as {kind}") from error
     from gguf.constants import GGMLQuantizationType
 
     for record in records:

@@ -57,19 +57,26 @@ def sentencepiece_model(metadata: dict) -> bytes:
     kinds = {value: key for key, value in NAMES.items()}
     if name not in kinds:
         raise WiolaError(f"the GGUF's tokenizer is of an unknown kind: {name!r}")
-    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores", [])
+    if len(metadata["tokenizer.ggml.tokens"]) != len(metadata.get("tokenizer.ggml.scores", [])):
+        raise WiolaError("the GGUF's tokens and scores are not of the same number")
+    try:
+        return build(protocol, metadata, kinds[name]).SerializeToString()
+    except (TypeError, ValueError) as error:
+        raise WiolaError(f"the GGUF's SentencePiece vocabulary is damaged: {error}") from error
+
+
+def build(protocol, metadata: dict, kind: int):
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-    if not len(tokens) == len(scores) == len(types):
-        raise WiolaError("the GGUF's tokens, scores and token types are not of the same number")
     model = protocol.ModelProto()
-    model.trainer_spec.model_type = kinds[name]
+    model.trainer_spec.model_type = kind
     model.trainer_spec.byte_fallback = 6 in types
     model.normalizer_spec.add_dummy_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     model.normalizer_spec.remove_extra_whitespaces = metadata.get(
         "tokenizer.ggml.remove_extra_whitespaces", False
     )
     model.normalizer_spec.name = "identity"
-    for token, score, kind in zip(tokens, scores, types, strict=True):
-        if kind != UNUSED:
-            model.pieces.add(piece=token, score=score, type=kind)
-    return model.SerializeToString()
+    for token, score, token_type in zip(tokens, scores, types, strict=True):
+        if token_type != UNUSED:
+            model.pieces.add(piece=token, score=score, type=token_type)
+    return model

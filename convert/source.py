@@ -60,7 +60,10 @@ class Source:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name.removesuffix(".gguf")
+        path = self.path.resolve()
+        if path.parent.name == "snapshots":  # the Hub's cache: models--owner--name/snapshots/hash
+            return path.parent.parent.name.split("--")[-1]
+        return path.name.removesuffix(".gguf")
 
     @property
     def quantized(self) -> bool:

@@ -161,6 +161,7 @@ def texts_of(metadata: dict, architecture: str) -> dict[str, bytes]:
     for name, key in SIDE_FILES.items():
         if isinstance(text := metadata.get(f"{architecture}.{key}"), str):
             texts[name] = text.encode("utf-8")
+    check_vocabulary(metadata)
     if isinstance(whole := metadata.get(HUGGINGFACE), str):
         check_embedded(whole, metadata)
         texts["tokenizer.json"] = whole.encode("utf-8")
@@ -180,6 +181,20 @@ def texts_of(metadata: dict, architecture: str) -> dict[str, bytes]:
     if isinstance(template, str) and chat_template(texts, settings) != template:
         texts["chat_template.jinja"] = template.encode("utf-8")
     return texts
+
+
+def check_vocabulary(metadata: dict):
+    """WiolaError unless tokens, merges, scores and types are lists of what they should be."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        return
+    kinds = {"tokens": str, "merges": str, "scores": float, "token_type": int}
+    for name, kind in kinds.items():
+        values = metadata.get(f"tokenizer.ggml.{name}", [])
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise WiolaError(f"the GGUF's tokenizer.ggml.{name} is not a list of {kind.__name__}")
+    if len(metadata.get("tokenizer.ggml.token_type", tokens)) != len(tokens):
+        raise WiolaError("the GGUF's tokens and token types are not of the same number")
 
 
 def check_embedded(whole: str, metadata: dict):
@@ -222,10 +237,11 @@ def rebuild(metadata: dict):
 
     if metadata.get("tokenizer.ggml.pre") != "gpt-2":
         raise WiolaError(f"unknown pre-tokenizer: {metadata.get('tokenizer.ggml.pre')!r}")
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
     try:
+        merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     except Exception as error:  # tokenizers raises bare Exception
         raise WiolaError(f"the GGUF's tokenizer cannot be built: {error}") from error

@@ -205,6 +205,18 @@ def test_a_file_without_the_sources_config_gives_the_same_model(tmp_path):
         assert mx.array_equal(model(IDS), wiola_mlx.load_model(reference(name))[0](IDS)).item()
 
 
+def test_keys_that_the_source_left_out_stay_out(own_checkpoint, tmp_path):
+    config = json.loads((own_checkpoint / "config.json").read_text())
+    config.pop("spiral_alpha")
+    tiny.write_json(own_checkpoint / "config.json", config)
+    to_gguf(own_checkpoint, tmp_path / "x.gguf")
+    to_hf(tmp_path / "x.gguf", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == config
+    tiny.edit_json(own_checkpoint / "config.json", max_position_embeddings=1 << 40)
+    with pytest.raises(WiolaError, match=r"context_length is 1099511627776"):
+        to_gguf(own_checkpoint, tmp_path / "y.gguf")
+
+
 def test_metadata_that_contradicts_itself_is_refused(checkpoint, tmp_path):
     to_gguf(checkpoint, tmp_path / "x.gguf")
     for changes, word in (

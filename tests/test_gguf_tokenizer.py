@@ -133,6 +133,22 @@ def test_an_embedded_tokenizer_must_be_the_vocabularys(checkpoint, tmp_path):
         wiola_mlx.load(tmp_path / "y.gguf")
 
 
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"tokenizer.ggml.token_type": [1, 2]}, "token types"),
+        ({"tokenizer.ggml.pre": "llama-bpe"}, "llama-bpe"),
+        ({"tokenizer.ggml.model": "llama"}, "scores"),
+        ({"tokenizer.ggml.model": "rwkv"}, "rwkv"),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_together_is_one_line(checkpoint, tmp_path, changes, word):
+    to_gguf(checkpoint, tmp_path / "x.gguf")
+    rewrite(tmp_path / "x.gguf", tmp_path / "y.gguf", "huggingface", changes)
+    with pytest.raises(WiolaError, match=word):
+        wiola_mlx.load(tmp_path / "y.gguf")
+
+
 def test_sentencepiece_models_go_out_and_come_back(own_checkpoint, tmp_path):
     import sentencepiece
 

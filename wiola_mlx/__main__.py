@@ -92,6 +92,11 @@ def check_folders(argv: list[str]):
 
     words = [word for arg in argv for word in arg.split("=", 1)]
     for option, value in itertools.pairwise(words):
+        if option in MODEL_OPTIONS and value.endswith(".gguf"):
+            raise WiolaError(
+                f"mlx-lm's commands read folders, not {value}: first "
+                "python -m wiola_mlx.convert to-mlx FILE.gguf FOLDER"
+            )
         config = Path(value).expanduser() / "config.json"
         if option in MODEL_OPTIONS and config.is_file():
             if read_json(config).get("model_type") == "wiola":
