@@ -20,8 +20,8 @@ examples:
 TO_MLX = """\
 Write an MLX folder; the source stays as it is.
 
--q alone takes the default for small models: 4 bits in groups of 32, and 6 bits for the
-embedding and the layers that feel it most. --q-bits makes all layers alike. Gates and norms
+-q alone takes the default for small models: 4 bits in groups of 64, and 6 bits for the
+embedding and the value and down projections, which feel it most. --q-bits makes all layers alike. Gates and norms
 are never quantized; a layer that the group size does not divide stays as it is, and is named.
 Packed types of a .gguf stay packed, exactly.
 """

@@ -78,7 +78,7 @@ def asked(bits: int | None, group_size: int | None, mode: str, recipe: str | Non
         raise WiolaError(f"the recipe {recipe!r} is not one of {', '.join(RECIPES)}")
     if recipe and bits is not None:
         raise WiolaError(f"the recipe {recipe} chooses the bits itself")
-    group_size = group_size or (32 if recipe == SMALL else base.group_size)
+    group_size = group_size or base.group_size
     low = int(recipe.split("_")[1]) if recipe else bits
     if low not in BITS or group_size not in GROUP_SIZES:
         raise WiolaError(f"bits must be one of {BITS} and the group size one of {GROUP_SIZES}")
