@@ -21,8 +21,9 @@ TO_MLX = """\
 Write an MLX folder; the source stays as it is.
 
 -q alone takes the default for small models: 4 bits in groups of 64, and 6 bits for the
-embedding and the value and down projections, which feel it most. --q-bits makes all layers alike. Gates and norms
-are never quantized; a layer that the group size does not divide stays as it is, and is named.
+embedding and the value and down projections, which feel it most. --q-bits makes all layers
+alike. Gates and norms are never quantized; a layer that the group size does not divide stays
+as it is, and is named.
 Packed types of a .gguf stay packed, exactly.
 """
 TO_GGUF = """\

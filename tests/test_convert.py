@@ -210,7 +210,7 @@ def test_issue_E4_perplexity_of_8_bits_and_of_the_4_bit_default(shared, tmp_path
         to_hf(tmp_path / name, tmp_path / f"{name}-dense")  # the same values, faster on a CPU
         found[name] = perplexity(wiola_mlx.load_model(tmp_path / f"{name}-dense")[0], ids)
     assert found["8bit"] < 1.01 * expected
-    assert found["4bit"] < 1.025 * expected < 4096
+    assert found["4bit"] < 1.05 * expected < 4096  # 1.2 % over a long text
 
 
 # Dtypes

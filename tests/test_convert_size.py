@@ -18,11 +18,17 @@ MEMORY = 1.3e9  # bytes beyond the interpreter with its imports
 COPIES = 3  # times the time of a copy
 MEASURED = """
 import json, resource, sys, time
+from pathlib import Path
 import blake3, gguf, mlx.core, mlx_lm.convert, numpy
 import wiola_mlx.convert.__main__ as convert
 import wiola_mlx.convert.from_gguf, wiola_mlx.convert.to_gguf, wiola_mlx.convert.to_hf
 import wiola_mlx.convert.to_mlx, wiola_mlx.models.cross_layer
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # bytes; on Linux ru_maxrss begins with what the parent process had
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
 before, start = peak(), time.monotonic()
 code = convert.main(sys.argv[1:])
 print(json.dumps([code, time.monotonic() - start, peak() - before]))
@@ -66,9 +72,8 @@ def convert(*argv) -> tuple[float, float]:
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     code, seconds, memory = json.loads(result.stdout.splitlines()[-1])
     assert code == 0, result.stderr
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    print(f"{argv[0]} {argv[3:]}: {seconds:.2f} s, {memory * unit / 1e6:.0f} MB")
-    return seconds, memory * unit
+    print(f"{argv[0]} {argv[3:]}: {seconds:.2f} s, {memory / 1e6:.0f} MB")
+    return seconds, memory
 
 
 def copy_seconds(source: Path, target: Path) -> float:
