@@ -17,7 +17,7 @@ OURS = {
 MLX_LM = {
     "benchmark": "speed of prompt and generation",
     "cache_prompt": "save the cache of a prompt, for generate --prompt-cache-file",
-    "convert": "quantize, or change the dtype",
+    "convert": "mlx-lm's; but convert to-mlx, to-gguf, to-hf are ours",
     "evaluate": "benchmarks of lm-evaluation-harness",
     "fuse": "merge LoRA adapters into a model",
     "lora": "fine-tune: LoRA, DoRA or full",
@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     if command == "--version":
         print(f"wiola-mlx {__version__}")
         return 0
+    if command == "convert" and rest and rest[0].startswith("to-"):
+        return importlib.import_module(".convert.__main__", __package__).main(rest)
     if command in OURS:
         return importlib.import_module(f".{command}", __package__).main(rest)
     modules = {name.split(".")[-1]: name for name in MLX_LM}

@@ -60,19 +60,24 @@ def read_config(folder: Path) -> dict:
     if not (folder / "config.json").is_file():
         raise WiolaError(f"there is no config.json in {folder}")
     config = read_json(folder / "config.json")
+    check_config(config, folder / "config.json")
+    return config
+
+
+def check_config(config: dict, where: Path):
+    """WiolaError for a config that names code to run, or another kind of model."""
     if "model_file" in config:
         raise WiolaError(
-            f"config.json names Python code to run ({config['model_file']!r}); "
+            f"{where.name} names Python code to run ({config['model_file']!r}); "
             "code from a checkpoint is never run: remove the model_file key"
         )
     if "model_type" not in config:
-        raise WiolaError(f"{folder / 'config.json'} has no model_type")
+        raise WiolaError(f"{where} has no model_type")
     if config["model_type"] != "wiola":
         raise WiolaError(
             f"model_type {config['model_type']!r} is not a Wiola model (model_type 'wiola'); "
             "other models that mlx-lm knows run with: python -m mlx_lm"
         )
-    return config
 
 
 def read_json(path: Path) -> dict:

@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prompt", nargs="?", help="the text to go on from; - reads it from stdin, as does a pipe")
     add("--prompt", "-p", dest="prompt_option", metavar="PROMPT", help="the same, as an option")
-    add("--model", default=DEFAULT_MODEL, help="a model folder or Hub id, or builtin")
+    add("--model", default=DEFAULT_MODEL, help="a model folder, .gguf file or Hub id, or builtin")
     add("--adapter-path", help="a folder with LoRA adapters")
     add("--max-tokens", "-m", type=int, default=256, help="tokens to write at most; 0 writes none")
     add("--echo", action="store_true", help="write the prompt, too, before the text")

@@ -33,8 +33,8 @@ def load(path_or_hub_id: str | os.PathLike, adapter_path=None, dtype: mx.Dtype |
     """A model and its tokenizer, ready to generate.
 
     Args:
-        path_or_hub_id: a model folder (released PyTorch layout or MLX), a Hugging Face Hub id
-            such as "name/model", or "builtin".
+        path_or_hub_id: a model folder (released PyTorch layout or MLX), a .gguf file, a Hugging
+            Face Hub id such as "name/model", or "builtin".
         adapter_path: a folder with LoRA adapters that mlx-lm trained.
         dtype: cast floating-point weights to this; by default they stay as stored.
 
@@ -59,10 +59,11 @@ def load(path_or_hub_id: str | os.PathLike, adapter_path=None, dtype: mx.Dtype |
 
 def load_model(path_or_hub_id: str | os.PathLike, dtype: mx.Dtype | None = None):
     """A model without its tokenizer: (model, config). Arguments and errors as for ``load``."""
-    checkpoint = open_checkpoint(resolve(path_or_hub_id))
+    path = resolve(path_or_hub_id)
+    checkpoint, weights = (read_gguf if is_gguf(path) else read_folder)(path)
     model = build_model(checkpoint)
     try:
-        weights = model.sanitize(lazy_weights(checkpoint))
+        weights = model.sanitize(weights)
     except ValueError as error:
         raise WiolaError(str(error)) from error
     quantize_like(model, weights, checkpoint.config)
@@ -70,6 +71,22 @@ def load_model(path_or_hub_id: str | os.PathLike, dtype: mx.Dtype | None = None)
     read_weights(model, weights, dtype)
     model.eval()
     return model, checkpoint.config
+
+
+def is_gguf(path: Path) -> bool:
+    return path.is_file() and path.suffix == ".gguf"
+
+
+def read_folder(folder: Path) -> tuple[Checkpoint, dict[str, mx.array]]:
+    checkpoint = open_checkpoint(folder)
+    return checkpoint, lazy_weights(checkpoint)
+
+
+def read_gguf(path: Path) -> tuple[Checkpoint, dict[str, mx.array]]:
+    from .convert.gguf_model import read_weights
+
+    weights, config = read_weights(path)
+    return Checkpoint(path, config, dict.fromkeys(weights, path)), weights
 
 
 def resolve(path_or_hub_id: str | os.PathLike) -> Path:
@@ -250,6 +267,10 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike):
     from transformers import AutoTokenizer
 
     folder = resolve(path_or_hub_id)
+    if is_gguf(folder):
+        from .convert.gguf_model import load_tokenizer as load_from_gguf
+
+        return load_from_gguf(folder)
     tokenizer_files = [folder / name for name in ("tokenizer.json", "tokenizer.model")]
     present = [file for file in tokenizer_files if file.is_file()]
     if not present:

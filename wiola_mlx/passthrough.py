@@ -69,6 +69,11 @@ def checked_model(value: str) -> Path | str:
     """The folder, if it is one; a Hub id as it is."""
     from .loading import BUILTIN, HUB_ID, resolve
 
+    if value.endswith(".gguf"):
+        raise WiolaError(
+            f"mlx-lm's commands read folders, not {value}: first "
+            "python -m wiola_mlx.convert to-mlx FILE.gguf FOLDER"
+        )
     if value != BUILTIN and not Path(value).expanduser().exists():
         if HUB_ID.fullmatch(value):
             return value
