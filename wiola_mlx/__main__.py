@@ -10,7 +10,10 @@ from . import __version__
 from .console import note, run
 from .errors import WiolaError
 
-OURS = {"generate": "write on from a prompt (the built-in model needs no download)"}
+OURS = {
+    "generate": "write on from a prompt (the built-in model needs no download)",
+    "info": "parameters, FLOPs and bytes of a model",
+}
 MLX_LM = {
     "benchmark": "speed of prompt and generation",
     "cache_prompt": "save the cache of a prompt, for generate --prompt-cache-file",
