@@ -11,16 +11,18 @@ from .console import note, run
 from .errors import WiolaError
 
 OURS = {
+    "evaluate": "loss, perplexity and bits per byte of models on a text",
     "generate": "write on from a prompt (the built-in model needs no download)",
     "info": "parameters, FLOPs and bytes of a model",
+    "verify": "is cached decoding equal to the full pass, with these weights?",
 }
 MLX_LM = {
     "benchmark": "speed of prompt and generation",
     "cache_prompt": "save the cache of a prompt, for generate --prompt-cache-file",
     "chat": "chat in the terminal",
     "convert": "quantize, or change the dtype",
-    "evaluate": "benchmarks of lm-evaluation-harness",
     "fuse": "merge LoRA adapters into a model",
+    "lm_eval": "benchmarks of lm-evaluation-harness (mlx-lm calls it evaluate)",
     "lora": "fine-tune: LoRA, DoRA or full",
     "manage": "list and delete downloaded models",
     "perplexity": "perplexity on a data set",
@@ -30,6 +32,7 @@ MLX_LM = {
     "server": "an OpenAI-compatible server",
     "upload": "upload a model to the Hub",
 }
+RENAMED = {"lm_eval": "evaluate"}  # our evaluate took the name
 MODEL_OPTIONS = ("--model", "--hf-path", "--mlx-path", "--draft-model")
 
 
@@ -57,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command in OURS:
         return importlib.import_module(f".{command}", __package__).main(rest)
-    modules = {name.split(".")[-1]: name for name in MLX_LM}
+    modules = {name.split(".")[-1]: RENAMED.get(name, name) for name in MLX_LM}
     if command not in modules:
         note(f"error: there is no command {command!r}; `python -m wiola_mlx --help` lists them")
         return 2
