@@ -14,6 +14,7 @@ OURS = {
     "evaluate": "loss, perplexity and bits per byte of models on a text",
     "generate": "write on from a prompt (the built-in model needs no download)",
     "info": "parameters, FLOPs and bytes of a model",
+    "train": "a model of either family from scratch, on text files",
     "verify": "is cached decoding equal to the full pass, with these weights?",
 }
 MLX_LM = {
@@ -59,12 +60,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"wiola-mlx {__version__}")
         return 0
     if command in OURS:
-        return importlib.import_module(f".{command}", __package__).main(rest)
+        return our_module(command).main(rest)
     modules = {name.split(".")[-1]: RENAMED.get(name, name) for name in MLX_LM}
     if command not in modules:
         note(f"error: there is no command {command!r}; `python -m wiola_mlx --help` lists them")
         return 2
     return run(lambda: run_mlx_lm(modules[command], rest))
+
+
+def our_module(command: str):
+    module = importlib.import_module(f".{command}", __package__)
+    is_package = hasattr(module, "__path__")
+    return importlib.import_module(f"{module.__name__}.__main__") if is_package else module
 
 
 def run_mlx_lm(module: str, argv: list[str]):
