@@ -13,6 +13,7 @@ from .errors import WiolaError
 OURS = {
     "evaluate": "loss, perplexity and bits per byte of models on a text",
     "generate": "write on from a prompt (the built-in model needs no download)",
+    "gates": "the gate of each head and layer over the tokens of a text",
     "info": "parameters, FLOPs and bytes of a model",
     "train": "a model of either family from scratch, on text files",
     "verify": "is cached decoding equal to the full pass, with these weights?",
