@@ -3,12 +3,17 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from conftest import relative_difference
 from mlx.utils import tree_flatten
 from test_cross_layer import CONFIG as CROSS_CONFIG
 
@@ -95,6 +100,31 @@ def test_issue_7_two_runs_are_identical_and_ten_plus_ten_are_twenty(train, tmp_p
         assert rows(tmp_path / name) == one
         for part in ("last", "best"):
             assert files(tmp_path / name / part) == files(tmp_path / "one" / part)
+
+
+@pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="needs MLX's ring backend")
+def test_issue_7_two_processes_are_one(train, corpus, tmp_path):
+    options = ("--dtype", "float32", "--batch-size", 4, "--micro-batch-size", 1)
+    assert train(tmp_path / "one", *options, steps=6)[0] == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [Path(sys.executable).parent / "mlx.launch", "-n", 2, "--backend", "ring", "-p", port]
+    argv = ["--text", corpus / "train.txt", "--valid", corpus / "valid.txt", "--bpe", 270]
+    argv += ["--config", corpus / "spiral.json", "--steps", 6, "--warmup-steps", 4]
+    argv += ["--sequence-length", 16, "--learning-rate", "1e-2", "--log-every", 1]
+    argv += ["--eval-every", 5, "--out", tmp_path / "two", *options, "--json"]
+    whole = [*launch, "--", sys.executable, "-m", "wiola_mlx.train", *argv]
+    result = subprocess.run([*map(str, whole)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count('"best_valid_loss"') == 1  # only the first process speaks
+    for one, two in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
+        assert one == pytest.approx(two, rel=1e-5)
+    found, expected = (
+        mx.load(str(tmp_path / name / "last" / "model.safetensors")) for name in ("two", "one")
+    )
+    for name, array in expected.items():
+        assert relative_difference(found[name], array) <= 1e-4, name
 
 
 def test_another_seed_gives_another_run(train, tmp_path):

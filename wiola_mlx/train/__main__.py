@@ -14,13 +14,14 @@ DESCRIPTION = """\
 Train a model of either family from scratch on text files. The defaults are the released 13M run's.
 
 OUT gets last/ and best/ (model folders), metrics.jsonl, the tokenizer and the tokenized text.
-Ctrl-C saves and ends; the same command with --resume goes on exactly.
+Ctrl-C saves and ends; the same command with --resume goes on exactly. Under mlx.launch the batch is
+shared out among the processes; to resume there, all of them must see the same OUT.
 """
 EXAMPLES = """\
 examples:
   python -m wiola_mlx.train --text train.txt --valid valid.txt --tokenizer wiola13m --out run
   python -m wiola_mlx.train --text train.txt --bpe 4096 --preset nano --steps 2000 --out run
-  mlx.launch -n 2 -m wiola_mlx.train --text train.txt --bpe 4096 --out run
+  mlx.launch -n 2 -- python -m wiola_mlx.train --text train.txt --bpe 4096 --out run
 """
 HELP = {
     "steps": "optimizer steps",
