@@ -1,9 +1,4 @@
-"""``python -m wiola_mlx.gates``: what the gates of a model do on a text.
-
-Gated spiral: the gate scales a head's attention scores; near 0 the head looks at all tokens alike.
-Cross layer: the gate scales what a head hands on, entry by entry (its mean is shown); near 0 the
-head is silent. There, the share that each layer takes from the layers below is listed, too.
-"""
+"""``python -m wiola_mlx.gates``: what the gates of a model do on a text."""
 
 import argparse
 import json
@@ -14,6 +9,13 @@ from .console import HelpFormatter, note, run
 from .errors import WiolaError
 
 SHUT = 0.1
+DESCRIPTION = """\
+What the gates of a model do on a text.
+
+Gated spiral: the gate scales a head's attention scores; near 0 the head looks at all tokens alike.
+Cross layer: the gate scales what a head hands on, entry by entry (its mean is shown); near 0 the
+head is silent. There, the share that each layer takes from the layers below is listed, too.
+"""
 EXAMPLES = """\
 examples:
   python -m wiola_mlx.gates builtin --prompt "Once upon a time there was a dog."
@@ -24,7 +26,7 @@ examples:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m wiola_mlx.gates",
-        description=__doc__.split(": ", 1)[1],
+        description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
