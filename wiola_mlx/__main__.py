@@ -12,14 +12,19 @@ from .passthrough import checked_arguments
 OURS = {
     "generate": "write on from a prompt (the built-in model needs no download)",
     "chat": "talk with a model in the terminal",
+    "train": "a model of either family from scratch, on text files",
+    "evaluate": "loss, perplexity and bits per byte of models on a text",
+    "verify": "is cached decoding equal to the full pass, with these weights?",
+    "info": "parameters, FLOPs and bytes of a model",
+    "gates": "the gate of each head and layer over the tokens of a text",
     "dispatches": "GPU dispatches of a decoded token, with and without the Metal kernels",
 }
 MLX_LM = {
     "benchmark": "speed of prompt and generation",
     "cache_prompt": "save the cache of a prompt, for generate --prompt-cache-file",
     "convert": "mlx-lm's; but convert to-mlx, to-gguf, to-hf are ours",
-    "evaluate": "benchmarks of lm-evaluation-harness",
     "fuse": "merge LoRA adapters into a model",
+    "lm_eval": "benchmarks of lm-evaluation-harness (mlx-lm calls it evaluate)",
     "lora": "fine-tune: LoRA, DoRA or full",
     "manage": "list and delete downloaded models",
     "perplexity": "perplexity on a data set",
@@ -29,6 +34,7 @@ MLX_LM = {
     "server": "an OpenAI-compatible server",
     "upload": "upload a model to the Hub",
 }
+RENAMED = {"lm_eval": "evaluate"}  # our evaluate took the name
 
 
 def usage() -> str:
@@ -56,12 +62,18 @@ def main(argv: list[str] | None = None) -> int:
     if command == "convert" and rest and rest[0].startswith("to-"):
         return importlib.import_module(".convert.__main__", __package__).main(rest)
     if command in OURS:
-        return importlib.import_module(f".{command}", __package__).main(rest)
-    modules = {name.split(".")[-1]: name for name in MLX_LM}
+        return our_module(command).main(rest)
+    modules = {name.split(".")[-1]: RENAMED.get(name, name) for name in MLX_LM}
     if command not in modules:
         note(f"error: there is no command {command!r}; `python -m wiola_mlx --help` lists them")
         return 2
     return run(lambda: run_mlx_lm(modules[command], rest))
+
+
+def our_module(command: str):
+    module = importlib.import_module(f".{command}", __package__)
+    is_package = hasattr(module, "__path__")
+    return importlib.import_module(f"{module.__name__}.__main__") if is_package else module
 
 
 def run_mlx_lm(module: str, argv: list[str]):

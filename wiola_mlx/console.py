@@ -1,6 +1,7 @@
 """What every command does alike: one line for a mistake, notes on stderr, Ctrl-C ends quietly."""
 
 import argparse
+import contextlib
 import os
 import sys
 import warnings
@@ -56,3 +57,19 @@ def run(command: Callable[[], int | None]) -> int:
 def show_warning(message, category, *_args, **_kwargs):
     if issubclass(category, UserWarning):
         note(f"note: {message}")
+
+
+@contextlib.contextmanager
+def progress_line(label: str):
+    """A function (done, total) that keeps one line on stderr up to date, on a terminal only."""
+    shown = sys.stderr.isatty()
+
+    def show(done: int, total: int):
+        if shown:
+            print(f"\r{label}: {done}/{total}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

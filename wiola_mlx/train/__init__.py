@@ -1,0 +1,1 @@
+"""Pretraining: tokens on disk, one optimizer step, checkpoints, the loop around them."""
