@@ -81,6 +81,6 @@ def test_issue_D5_fusing_into_a_quantized_model_is_noted(capsys):
 
 
 def test_a_command_that_lacks_a_package_says_which(cli, checkpoint):
-    result = cli("evaluate", "--model", checkpoint, "--tasks", "x", module="wiola_mlx")
+    result = cli("lm_eval", "--model", checkpoint, "--tasks", "x", module="wiola_mlx")
     assert result.returncode == 1
     assert b"pip install lm_eval" in result.stderr and b"Traceback" not in result.stderr

@@ -23,7 +23,7 @@ from wiola_mlx.train import __main__ as command
 from wiola_mlx.train import checkpoint, loop
 from wiola_mlx.train.settings import Settings
 
-WORDS = ("the a cat dog sun big red little saw ran sat said yes no and then to home").split(" ")  # noqa: SIM905
+WORDS = ("the a cat dog sun big red little saw ran sat said yes no and then to home").split(" ")
 SMALL = {
     "model_type": "wiola",
     "hidden_size": 32,
