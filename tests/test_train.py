@@ -243,40 +243,6 @@ def test_a_loss_that_is_no_number_is_one_line_and_keeps_the_checkpoint(train, tm
     assert weights
 
 
-WIDE = {**SMALL, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-
-
-def train_on_stories(shared, out, capsys, size: int, *more, **changes) -> dict:
-    """Width 64 and 512 tokens on the first ``size`` bytes of the stories; the command's result."""
-    out.mkdir()
-    for part, length in (("train", size), ("valid", min(size, 40_000) // 4)):
-        whole = (shared / "corpus" / f"tinystories_{part}.txt").read_bytes()
-        (out / f"{part}.txt").write_text(whole[:length].decode(errors="ignore"))
-    tiny.write_json(out / "config.json", {**WIDE, **changes})
-    argv = ["--text", out / "train.txt", "--valid", out / "valid.txt", "--bpe", 512]
-    argv += ["--config", out / "config.json", "--out", out / "run", "--dtype", "float32"]
-    argv += ["--batch-size", 8, "--learning-rate", "8e-3", "--ngram", "--json", *more]
-    assert command.main([*map(str, argv)]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_issue_7_a_short_run_on_stories_falls_clearly(shared, tmp_path, capsys):
-    options = ("--steps", 30, "--warmup-steps", 4, "--sequence-length", 32)
-    result = train_on_stories(shared, tmp_path / "a", capsys, 60_000, *options)
-    assert losses(tmp_path / "a" / "run")[0] == pytest.approx(np.log(512), rel=0.01)
-    assert result["best_valid_loss"] < 0.9 * np.log(512)
-    assert result["ngram"] == sorted(result["ngram"], reverse=True)
-
-
-@pytest.mark.slow
-def test_issue_7_a_small_model_beats_the_trigrams_of_its_text(shared, tmp_path, capsys):
-    options = ("--steps", 1500, "--warmup-steps", 50, "--sequence-length", 128)
-    result = train_on_stories(
-        shared, tmp_path / "a", capsys, 1_500_000, *options, num_hidden_layers=3
-    )
-    assert result["best_valid_loss"] < min(result["ngram"])
-
-
 def test_the_ngram_losses_and_the_curve_are_there_when_asked_for(train, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "curve.png"
@@ -321,11 +287,24 @@ def test_a_run_is_not_overwritten_and_not_resumed_with_other_settings(train, cor
         ([], "holds a run already"),
         (["--resume", "--seed", 5], "seed was 42 and is 5"),
         (["--resume", "--config", corpus / "cross.json"], "does not fit this run"),
-        (["--resume", "--text", corpus / "valid.txt"], "had another train"),
+        (["--resume", "--text", corpus / "valid.txt"], "had another tokenizer"),
+        (["--resume", "--bpe", 280], "had another tokenizer"),
     ):
         code, _, err = train(tmp_path / "run", *options)
         assert code == 1 and words in err, err
     assert files(tmp_path / "run" / "last") == before
+
+
+def test_a_tokenizer_that_a_failed_start_left_is_not_taken_for_another(train, tmp_path):
+    assert train(tmp_path / "run", "--sequence-length", 100_000)[0] == 1
+    assert train(tmp_path / "run", "--bpe", 280, "--stop-at", 1)[0] == 0
+    assert len(wiola_mlx.load_tokenizer(tmp_path / "run" / "last").get_vocab()) == 280
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, out, err = train(tmp_path / "file" / "run")
+    assert code == 1 and out == "" and err.count("\n") == 1
 
 
 def test_a_failed_write_leaves_the_checkpoint_before(train, tmp_path, monkeypatch):

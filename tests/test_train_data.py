@@ -81,14 +81,14 @@ def test_a_batch_depends_on_seed_and_step_only():
     assert Batches(ids, 7, 4, seed=2).batch(3).tolist() != seen[3]
 
 
-def test_a_trained_bpe_reads_every_text_and_ends_documents(tmp_path):
-    words = tokenizer.prepare_tokenizer(tmp_path / "t", None, 280, iter(STORIES * 9))
+def test_a_trained_bpe_reads_every_text_and_ends_documents(text, tmp_path):
+    words = tokenizer.prepare_tokenizer(tmp_path / "t", None, 280, [text])
     assert len(words) == 280
     ids = words.encode("Zoë 🙂", add_special_tokens=False)
     assert words.decode(ids) == "Zoë 🙂"
     kinds = ("unk", "bos", "eos", "pad")
     assert [getattr(words, f"{kind}_token_id") for kind in kinds] == [0, 1, 2, 3]
-    again = tokenizer.prepare_tokenizer(tmp_path / "t", None, 280, iter(()))
+    again = tokenizer.prepare_tokenizer(tmp_path / "t", None, 280, [text], keep=True)
     assert again.get_vocab() == words.get_vocab()
 
 

@@ -113,10 +113,13 @@ def train(args: argparse.Namespace) -> int:
     from .loop import Run
 
     progress = Progress(settings)
-    this = Run(job_of(args), settings, progress.show)
-    progress.on = progress.on and this.leads
-    progress.begin(this)
-    result = this.train_all()
+    try:
+        this = Run(job_of(args), settings, progress.show)
+        progress.on = progress.on and this.leads
+        progress.begin(this)
+        result = this.train_all()
+    except OSError as error:  # no room, no right to write
+        raise WiolaError(f"{error.filename or args.out}: {error.strerror or error}") from error
     progress.end()
     if this.leads:
         write(result, this, args)

@@ -48,14 +48,17 @@ def tokenized(paths: list[str], tokenizer, folder: Path) -> Tokens:
 
 def cache_key(paths: list[str], tokenizer) -> str:
     """Changes with the tokenizer and with the name, size or time of any file."""
+    words = json.dumps([file_stamps(paths), tokenizer.backend_tokenizer.to_str()])
+    return hashlib.sha256(words.encode()).hexdigest()
+
+
+def file_stamps(paths: list[str]) -> list[list]:
+    """[name, bytes, time] of each file."""
     try:
-        files = [
-            (str(Path(p).resolve()), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in paths
-        ]
+        stats = [(Path(path).resolve(), os.stat(path)) for path in paths]
     except OSError as error:
         raise WiolaError(f"{error.filename} cannot be read: {error.strerror}") from error
-    words = json.dumps([files, tokenizer.backend_tokenizer.to_str()])
-    return hashlib.sha256(words.encode()).hexdigest()
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
 def write_tokens(path: Path, key: str, paths: list[str], tokenizer):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..documents import read_documents
 from ..errors import WiolaError
 from ..scoring import score_tokens
 from . import checkpoint
@@ -91,9 +90,8 @@ class Run:
     def open_data(self):
         job = self.job
         self.tokenizer_folder = job.out / "tokenizer"
-        texts = read_documents(job.text)
         self.tokenizer = prepare_tokenizer(
-            self.tokenizer_folder, job.tokenizer, job.bpe_size, texts
+            self.tokenizer_folder, job.tokenizer, job.bpe_size, job.text, keep=job.resume
         )
         cache = job.cache_dir or job.out / "tokens"
         self.train = tokenized(job.text, self.tokenizer, cache)

@@ -5,7 +5,10 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..checkpoint import read_json
+from ..documents import end_token, read_documents
 from ..errors import WiolaError
+from .data import file_stamps
 
 SPECIALS = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, as in the released tokenizers
 SPECIAL_NAMES = dict(
@@ -22,13 +25,21 @@ COPIED = (
 )
 
 
-def prepare_tokenizer(folder: Path, source: str | None, bpe_size: int | None, texts: Iterable[str]):
+def prepare_tokenizer(
+    folder: Path,
+    source: str | None,
+    bpe_size: int | None,
+    paths: list[str],
+    keep: bool = False,
+):
     """Puts a run's tokenizer into ``folder``, as a model folder holds it, and opens it.
 
+    What is there already is taken if it came from the same source, else it is made anew.
+
     Args:
-        folder: it is made; what is there already is taken as it is.
         source: a folder with a tokenizer, or a SentencePiece ``.model`` file.
-        bpe_size: entries of a byte-level BPE to train on ``texts`` instead.
+        bpe_size: entries of a byte-level BPE to train on the text files ``paths`` instead.
+        keep: whether one of another source is an error.
 
     Returns:
         A Hugging Face tokenizer with an end token.
@@ -36,17 +47,25 @@ def prepare_tokenizer(folder: Path, source: str | None, bpe_size: int | None, te
     Raises:
         WiolaError: for a source that is no tokenizer, or a size below 260.
     """
-    if not folder.exists():
+    origin = {"tokenizer": source, "bpe": bpe_size, "text": file_stamps(paths) if bpe_size else []}
+    marker = folder.with_name(f"{folder.name}-origin.json")
+    same = folder.is_dir() and marker.is_file() and read_json(marker) == origin
+    if keep and not same:
+        raise WiolaError(f"the run in {folder.parent} had another tokenizer")
+    if not same:
         temporary = folder.with_name(f".{folder.name}-new")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         if bpe_size is not None:
-            write_bpe(temporary, bpe_size, texts)
+            write_bpe(temporary, bpe_size, read_documents(paths))
         elif source is not None and source.endswith(".model"):
             write_sentencepiece(temporary, Path(source).expanduser())
         else:
             copy_tokenizer(Path(source).expanduser(), temporary)
+        marker.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
+        marker.write_text(json.dumps(origin) + "\n")
     return open_tokenizer(folder)
 
 
@@ -98,7 +117,6 @@ def copy_tokenizer(source: Path, folder: Path):
 def open_tokenizer(folder: Path):
     from transformers import AutoTokenizer
 
-    from ..documents import end_token
     from ..loading import quiet_transformers
 
     try:
