@@ -201,6 +201,7 @@ def test_after_a_crash_the_last_checkpoint_and_its_metrics_go_on(train, tmp_path
         return step(self)
 
     monkeypatch.setattr(loop.Run, "one_step", crashing)
+    monkeypatch.setenv("WIOLA_MLX_TRACEBACK", "1")
     with pytest.raises(RuntimeError):
         train(tmp_path / "cut", "--save-every", 4)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")[:11]
