@@ -14,10 +14,11 @@ import tiny
 from conftest import relative_difference
 from kernel_cases import BOUNDS, Case, arguments, by_kernel, by_operations
 from mlx.utils import tree_flatten
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_batch import left_padded_cache, merged, pad, prompts, right_padded_cache
-from test_cache import in_pieces, tokens
+from test_cache import assert_same_state, in_pieces, tokens
 
 import wiola_mlx
 from wiola_mlx.models import gated_attention
@@ -136,6 +137,24 @@ def test_speculative_decoding(fused_path, monkeypatch, loaded):
     assert work() == plain
     assert work(draft_model=draft, num_draft_tokens=3) == plain
     assert {"wiola_decode_gated", "wiola_prologue_gated"} <= set(fused_path.calls)
+
+
+def test_speculative_decoding_leaves_equal_logits_and_caches(fused_path, monkeypatch):
+    model, draft = tiny.random_model(), tiny.random_model(seed=9)
+
+    def work():
+        cache = [*model.make_cache(), *draft.make_cache()]
+        steps = speculative_generate_step(
+            mx.array([5, 6, 7]), model, draft, max_tokens=12, prompt_cache=cache
+        )
+        return mx.stack([logprobs for _, logprobs, _ in steps]), cache
+
+    expected, expected_cache = plainly(monkeypatch, work)
+    assert not fused_path.calls
+    logprobs, cache = work()
+    assert {"wiola_decode_gated", "wiola_prologue_gated"} <= set(fused_path.calls)
+    assert relative_difference(logprobs, expected) <= 1e-5
+    assert_same_state(cache, expected_cache)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
