@@ -8,7 +8,7 @@ story: .venv/installed ## the built-in model writes one
 	@.venv/bin/python -m wiola_mlx.generate "$(STORY)" --echo --temp 0.8 --top-p 0.95 --max-tokens 400
 
 test: .venv/installed-test ## the default tests
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: .venv/installed-test
 	.venv/bin/ruff format . && .venv/bin/ruff check --fix .

@@ -193,6 +193,7 @@ def test_no_prompt_on_a_terminal(capsys, monkeypatch, checkpoint):
 def test_ctrl_c_ends_with_130_and_no_traceback(checkpoint):
     code = (
         "import signal, sys, os\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs lack it\n"
         "from wiola_mlx import generate, generation\n"
         "real = generation.run_generator\n"
         "def slow(*args, **kwargs):\n"
